@@ -1,7 +1,7 @@
-"""For all tests: what is kept for next time goes to a folder that goes, and no example of a property is too slow.
+"""Configure all tests: caches are in a temporary folder, and hypothesis has no deadline.
 
-But for bytecode, which stays where Python puts it: each of the many processes that the tests start would compile the
-library anew (0.3 s), and every worker of pytest all tests (5 s).
+Bytecode is cached as usual. Without it, each process that a test starts would compile the library (0.3 s), and each
+pytest worker would compile all tests (5 s).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing.forkserver import ensure_running
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("unisono", deadline=None)  # a test says what is true, not how busy this machine is
+hypothesis.settings.register_profile("unisono", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("unisono")
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -31,10 +31,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def accelerator(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The library of an accelerator that there is not (tests/standin); "" on a machine that has one.
+    """Build the library of a simulated accelerator (tests/standin); "" on a machine with a real one.
 
-    The fork server of this worker starts here at the latest: one that starts while a test has set the variables of the
-    stand-in would give the stand-in to the processes of all later tests.
+    This also starts the fork server of the pytest worker. If it started while a test had set the environment variables
+    of the stand-in, the processes of all later tests would have the stand-in.
     """
     import torch
 
@@ -45,6 +45,6 @@ def accelerator(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     if torch.accelerator.is_available():
         return ""
-    if why := standin.missing():
-        pytest.skip(why)
+    if reason := standin.missing():
+        pytest.skip(reason)
     return str(standin.build(tmp_path_factory.getbasetemp().parent))

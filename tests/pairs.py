@@ -1,4 +1,4 @@
-"""Every one of these with every one of those is many tests, most of which prove little that others do not."""
+"""Combine two parameters of tests, and mark most pairs as slow."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 
-def every_pair(ones: Collection[Any], others: Collection[Any], most: int = 3) -> list[Any]:
-    """All pairs, for pytest.mark.parametrize. Among the quick tests is one in three of them (in two, if there are but
-    two of either), along diagonals, so that none of either is left out; the rest is slow:
+def every_pair(firsts: Collection[Any], seconds: Collection[Any], most: int = 3) -> list[Any]:
+    """Return all pairs for pytest.mark.parametrize, of which diagonals are quick and the others slow.
+
+    With three or more values of each, one in three pairs is quick, and with two values, one in two. Each value is in a
+    quick pair:
 
             a  b  c  d
         1   x        x
         2         x
         3      x
     """
-    quick = min(most, len(ones), len(others))
+    quick = min(most, len(firsts), len(seconds))
     return [
-        pytest.param(one, other, marks=[pytest.mark.slow] * ((row + column) % quick > 0))
-        for row, one in enumerate(ones)
-        for column, other in enumerate(others)
+        pytest.param(first, second, marks=[pytest.mark.slow] * ((row + column) % quick > 0))
+        for row, first in enumerate(firsts)
+        for column, second in enumerate(seconds)
     ]

@@ -1,4 +1,4 @@
-"""Shards for tests: uneven ones, in every format, of numbered samples."""
+"""Write shards of numbered samples for tests, in each format and of different sizes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ COUNTS = (7, 0, 13, 5)
 
 
 def write_tars(folder: Path, counts: Sequence[int] = COUNTS, packed: bool = False) -> str:
-    """Tars whose samples have a number, a text and a dict; returns the pattern that means them."""
+    """Write tar files whose samples have a number, a text and a dict, and return their pattern."""
     folder.mkdir(parents=True, exist_ok=True)
-    ending, first = ("tar.gz" if packed else "tar"), 0
+    suffix, first = ("tar.gz" if packed else "tar"), 0
     for shard, count in enumerate(counts):
-        with tarfile.open(folder / f"part-{shard}.{ending}", "w:gz" if packed else "w") as tar:
+        with tarfile.open(folder / f"part-{shard}.{suffix}", "w:gz" if packed else "w") as tar:
             for i in range(first, first + count):
-                long = "long/" * 30 * (i == first + 3)  # needs a header of its own
+                long = "long/" * 30 * (i == first + 3)  # needs an extended header
                 for name, content in (("cls", f"{i}"), ("txt", "ü" * i), ("more.json", json.dumps({"half": i / 2}))):
                     info = tarfile.TarInfo(f"{long}a.dir/{i:05d}.{name}")
                     info.size = len(content.encode())
                     tar.addfile(info, io.BytesIO(content.encode()))
         first += count
-    return str(folder / f"part-{{0..{len(counts) - 1}}}.{ending}")
+    return str(folder / f"part-{{0..{len(counts) - 1}}}.{suffix}")
 
 
 def write_lines(folder: Path, counts: Sequence[int] = COUNTS, packed: bool = False) -> str:
-    """Lines of JSON, some of them empty, the last one of the last file without an end; returns the pattern."""
+    """Write JSON lines, with empty lines and without a final line feed, and return their pattern."""
     folder.mkdir(parents=True, exist_ok=True)
     first = 0
     for shard, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""A small GPT as in the text recipe, trained a few steps, and what came of it as whole tensors."""
+"""Train a small GPT, as in the text recipe, for a few steps, and compare results as full tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied weights, two kinds of norm, a matrix with a bias and one without."""
+    """A GPT with tied weights, two kinds of norm, and matrices with and without bias."""
 
     def __init__(self, width: int = 16, heads: int = 4, depth: int = 2, dropout: float = 0.0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Sequences of numbers in which each follows from the one before, nearly."""
+    """Sequences of tokens that increase by 1 to 3."""
 
     def __init__(self, count: int = 60, length: int = LENGTH) -> None:
         g = torch.Generator().manual_seed(9)
@@ -71,8 +71,8 @@ class Sentences(torch.utils.data.Dataset):
         return self.rows[i, :-1], self.rows[i, 1:]
 
 
-class Came(NamedTuple):
-    """What came of a training: losses and norms by step, the first step's gradients, the weights at the end."""
+class TrainResult(NamedTuple):
+    """Losses and norms by step, gradients of the first step, and final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -86,7 +86,7 @@ def score(output: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> 
     return F.cross_entropy(output.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def come(
+def train_gpt(
     world: World,
     folder: str,
     config: Settings,
@@ -94,12 +94,12 @@ def come(
     plan: Any = None,
     resume: bool = False,
     length: int = LENGTH,
-) -> Came:
+) -> TrainResult:
     """Train on this rank."""
     with join(world) as group:
         run = build_run(config, world, group, Path(folder), resume=resume, verified=True)
         model = run.place(build, **({"plan": plan()} if plan else {}))
-        # not Adam: a gradient that is zero but for rounding (of the keys' bias) would move weights by its sign
+        # Not Adam: the gradient of the key bias is zero plus rounding, and Adam would update by its sign.
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         run.track(model=model, optimizer=optimizer)
         losses, norms, gradients = [], [], {}
@@ -113,24 +113,24 @@ def come(
         run.log(run.evaluate(model, Sentences(7, length), score))
         losses.append(run.context.progress.results["score"])
         weights = {n: gather_tensor(p).detach().clone().numpy() for n, p in model.named_parameters()}
-        came = Came(losses, norms, gradients, weights, run.context.state.fingerprint(), run_promise(run))
+        result = TrainResult(losses, norms, gradients, weights, run.context.state.fingerprint(), run_promise(run))
         close_run(run)
-        return came
+        return result
 
 
-def error(mine: Any, truth: Any) -> float:
-    """The relative error of one array, in float64 norms."""
-    mine, truth = torch.tensor(mine, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64)
-    return float((mine - truth).norm() / truth.norm().clamp(min=1e-30))
+def error(actual: Any, expected: Any) -> float:
+    """Return the relative error of an array, in float64 norms."""
+    actual, expected = torch.tensor(actual, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def agree(came: Came, truth: Came) -> None:
-    """Losses to 1e-6, every gradient and the norm to 1e-5, the weights in the end too."""
-    for mine, true in zip(came.losses, truth.losses, strict=True):
-        assert abs(mine - true) <= 1e-6 * abs(true)
-    assert came.gradients.keys() == truth.gradients.keys()
-    for name, grad in came.gradients.items():
-        assert error(grad, truth.gradients[name]) <= 1e-5, name
-    assert abs(came.norms[0] - truth.norms[0]) <= 1e-5 * truth.norms[0]
-    for name, weight in came.weights.items():
-        assert error(weight, truth.weights[name]) <= 1e-5, name
+def assert_agree(actual: TrainResult, expected: TrainResult) -> None:
+    """Check relative errors: 1e-6 for losses, 1e-5 for gradients, the first norm and the weights."""
+    for loss, expected_loss in zip(actual.losses, expected.losses, strict=True):
+        assert abs(loss - expected_loss) <= 1e-6 * abs(expected_loss)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, grad in actual.gradients.items():
+        assert error(grad, expected.gradients[name]) <= 1e-5, name
+    assert abs(actual.norms[0] - expected.norms[0]) <= 1e-5 * expected.norms[0]
+    for name, weight in actual.weights.items():
+        assert error(weight, expected.weights[name]) <= 1e-5, name

@@ -1,4 +1,4 @@
-"""A small loop in which one thing can be different, run on this rank until it is over or breaks."""
+"""A small training loop with replaceable parts, run on this rank to its end or error."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import nn
 from unisono.config import Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
-from unisono.testing import build_run, close_run
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
 
 Loop = Callable[[Run[Any]], Any]
 
 SETTINGS = Settings(steps=3, batch=8, virtual_ranks=4, seed=2)
-"""Over 20 numbers: three steps are an epoch, and the last of them has half a batch."""
+"""With 20 numbers, three steps are an epoch, and the last one has half a batch."""
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Features of a number, and the number."""
+    """Samples (features of a number, the number)."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -54,12 +54,12 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def whole(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
-    """A round as it should be."""
+    """Call step.backward with the loss of a micro-batch: the default body."""
     step.backward(loss_of(model, x), weight=len(i))
 
 
 def update(step: Step, optimizer: Any) -> None:
-    """The end of a step as it should be."""
+    """Call step.update: the default end of a step."""
     step.update(optimizer)
 
 
@@ -72,17 +72,17 @@ def train(
     build: Callable[[], nn.Module] = linear,
     make: Callable[[nn.Module], Any] = sgd,
 ) -> list[Any]:
-    """The loop. Returns what `after` returned, step by step, or else the step's loss; and the weights' fingerprint."""
+    """Train, and return the result of `after` (or else the loss) of each step, and the fingerprint of the weights."""
     model = run.place(build)
     optimizer = make(model)
     run.track(model=model, optimizer=optimizer)
-    told: list[Any] = []
+    results: list[Any] = []
     for step in run.steps(Numbers() if data is None else data):
         for x, i in step:
             body(step, model, x, i)
-        said = after(step, optimizer)
-        told.append(step.loss if said is None else said)
-    return [*told, run.context.state.fingerprint()]
+        result = after(step, optimizer)
+        results.append(step.loss if result is None else result)
+    return [*results, run.context.state.fingerprint()]
 
 
 def attempt(
@@ -94,9 +94,9 @@ def attempt(
     resume: bool = False,
     verified: bool = False,
 ) -> Any:
-    """What `loop(run)` returns here, or the error that ends it, in words, as Python tells it last.
+    """Return the result of `loop(run)` on this process, or the text of its exception.
 
-    Each attempt has a group and a run directory of its own, so one process can make many of them, one after the other.
+    Each call has its own process group and run directory, so one process can make several calls.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -111,3 +111,15 @@ def attempt(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def results_on_sizes(function: Callable[..., dict[str, Any]], folder: Path, *args: Any) -> list[dict[str, Any]]:
+    """Return the results of function(world, folder, *args) on all processes of runs on 1, 2 and 3 processes."""
+    return [result for size in (1, 2, 3) for result in run_ranks(function, size, str(folder / str(size)), *args)]
+
+
+def assert_same_results(runs: list[dict[str, Any]], name: str) -> None:
+    """Check that all processes of all runs have the same result of this name, and that it is not an error."""
+    results = [run[name] for run in runs]
+    assert isinstance(results[0], list), results[0]
+    assert all(result == results[0] for result in results[1:])

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.pairs import every_pair
-from tests.ranks.agreement import come
+from tests.ranks.agreement import train_gpt
 from tests.ranks.loops import Numbers, attempt, train
 from tests.ranks.training import settings
 from tests.ranks.training import train as train_kind
@@ -161,7 +161,7 @@ def test_divided_models(tmp_path: Path, axes: dict[str, Any]) -> None:
         config = settings(
             batch=12, virtual_ranks=4, steps=2, parallel=ParallelSettings(activation_checkpoint=how, **axes)
         )
-        came = run_ranks(come, prod(axes.values()), str(tmp_path / how), config)
+        came = run_ranks(train_gpt, prod(axes.values()), str(tmp_path / how), config)
         return came[0].losses, {one.fingerprint for one in came}
 
     kept = found("none")
@@ -177,7 +177,7 @@ def test_a_graph_that_is_walked_twice_recomputes_twice(tmp_path: Path) -> None:
             activation_checkpoint=how, pipeline=2, schedule="InterleavedZeroBubble", stages_per_rank=1
         )
         config = settings(batch=12, virtual_ranks=4, steps=2, parallel=parallel)
-        (first, second) = run_ranks(come, 2, str(tmp_path / how), config)
+        (first, second) = run_ranks(train_gpt, 2, str(tmp_path / how), config)
         assert first.fingerprint == second.fingerprint
         return [*first.losses, *first.norms]
 

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass changes: the same on any number of processes, and what plain torch makes of them."""
+"""Buffers that a forward pass changes: equal for any number of processes, and as in plain torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of, train
+from tests.ranks.loops import SETTINGS, Numbers, assert_same_results, attempt, loss_of, train
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
 
-class Counted(nn.Linear):
-    """A forward that puts another tensor into a buffer's place."""
+class ReplacedBuffer(nn.Linear):
+    """A forward pass that replaces a buffer by another tensor."""
 
     seen: torch.Tensor
 
@@ -33,8 +33,8 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-class Growing(nn.Linear):
-    """A buffer that is None until the first forward, and longer with every one after it."""
+class GrowingBuffer(nn.Linear):
+    """A buffer that is None before the first forward pass, and grows in each one."""
 
     rows: torch.Tensor | None
 
@@ -48,8 +48,8 @@ class Growing(nn.Linear):
         return super().forward(x) + self.rows.mean()
 
 
-class Secret(nn.Linear):
-    """Running statistics of one's own, given to torch's batch_norm, which writes to them without saying so."""
+class FunctionalBatchNorm(nn.Linear):
+    """Running statistics that F.batch_norm changes without a new version of the tensor."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -63,8 +63,8 @@ class Secret(nn.Linear):
         return F.batch_norm(super().forward(x), self.mean, self.var, training=self.training)
 
 
-class Twice(nn.Module):
-    """One batch norm that each forward runs twice, and another beside it that has stopped learning."""
+class SharedBatchNorm(nn.Module):
+    """A batch norm that each forward pass calls twice, and one whose parameters are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,47 +90,50 @@ def spectral() -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: norms(0.1),
     "batch norm that averages": lambda: norms(None),
-    "batch norm run twice": Twice,
+    "batch norm run twice": SharedBatchNorm,
     "instance norm": lambda: nn.Sequential(
         nn.Linear(3, 6), nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
     ),
     "spectral norm": spectral,
-    "a counter": Counted,
-    "a list": Growing,
-    "batch norm as a function": Secret,
+    "a counter": ReplacedBuffer,
+    "a list": GrowingBuffer,
+    "batch norm as a function": FunctionalBatchNorm,
 }
 CONFIG = replace(SETTINGS, steps=5, batch=8, virtual_ranks=4)
 
 
-def all_models(world: World, folder: str, names: list[str]) -> dict[str, Any]:
-    """What the loop tells of every model: losses and a fingerprint. Of 23 numbers the last batch has 7, which four
-    virtual ranks share as 1, 2, 2, 2; batch norms take 22, and three virtual ranks."""
-    told = {}
+def train_all(world: World, folder: str, names: list[str]) -> dict[str, Any]:
+    """Train each model, and return losses and fingerprint.
+
+    The last batch of 23 samples has 7, which four virtual ranks share as 1, 2, 2, 2. Models with batch norm use 22
+    samples and three virtual ranks.
+    """
+    results = {}
     for i, name in enumerate(names):
         config = replace(CONFIG, virtual_ranks=3) if "norm" in name else CONFIG
 
         def loop(run: Run[Any], name: str = name) -> Any:
             return train(run, data=Numbers(22 if "norm" in name else 23), build=MODELS[name])
 
-        told[name] = attempt(world, Path(folder) / str(i), loop, config)
-    return told
+        results[name] = attempt(world, Path(folder) / str(i), loop, config)
+    return results
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("buffers")
-    return [told for size in (1, 2, 3) for told in run_ranks(all_models, size, str(folder / str(size)), list(MODELS))]
+    return [
+        results for size in (1, 2, 3) for results in run_ranks(train_all, size, str(folder / str(size)), list(MODELS))
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_number_of_processes_makes_the_same_of_them(runs: list[dict[str, Any]], name: str) -> None:
-    told = [run[name] for run in runs]
-    assert isinstance(told[0], list), told[0]
-    assert all(other == told[0] for other in told[1:])
+def test_buffers_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
+    assert_same_results(runs, name)
 
 
-def by_hand(run: Run[Any], momentum: float | None) -> dict[str, float]:
-    """Our buffers, and those of a model that walks through the same micro-batches in their order: how far apart."""
+def distance_to_plain_torch(run: Run[Any], momentum: float | None) -> dict[str, float]:
+    """Return the distance of our buffers from those of plain torch with the same micro-batches in order."""
     model = run.place(lambda: norms(momentum))
     twin = norms(momentum)
     twin.load_state_dict(model.state_dict())
@@ -151,14 +154,14 @@ def by_hand(run: Run[Any], momentum: float | None) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_batch_norm_is_what_one_process_makes_of_all_micro_batches(tmp_path: Path, momentum: float | None) -> None:
-    loop, config = partial(by_hand, momentum=momentum), replace(CONFIG, virtual_ranks=3)
+def test_batch_norm_matches_plain_torch_on_all_micro_batches(tmp_path: Path, momentum: float | None) -> None:
+    loop, config = partial(distance_to_plain_torch, momentum=momentum), replace(CONFIG, virtual_ranks=3)
     (apart,) = run_ranks(attempt, 1, tmp_path, loop, config)
     assert max(apart.values()) < 1e-5, apart
     assert apart["1.num_batches_tracked"] == 0
 
 
-def halves(world: World, folder: str, stop: bool) -> Any:
+def train_half(world: World, folder: str, stop: bool) -> Any:
     def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
         if stop and step.number == 2:
@@ -173,19 +176,19 @@ def halves(world: World, folder: str, stop: bool) -> Any:
     return attempt(world, Path(folder), loop, replace(CONFIG, virtual_ranks=3, steps=8), resume=not stop)
 
 
-def test_they_are_saved_and_resumed_on_another_number_of_processes(tmp_path: Path) -> None:
-    whole = run_ranks(halves, 1, str(tmp_path / "whole"), False)
-    run_ranks(halves, 3, str(tmp_path / "run"), True)
-    assert run_ranks(halves, 2, str(tmp_path / "run"), False) == whole * 2
+def test_buffers_are_restored_on_another_number_of_processes(tmp_path: Path) -> None:
+    whole = run_ranks(train_half, 1, str(tmp_path / "whole"), False)
+    run_ranks(train_half, 3, str(tmp_path / "run"), True)
+    assert run_ranks(train_half, 2, str(tmp_path / "run"), False) == whole * 2
 
 
-def evaluated(run: Run[Any]) -> Any:
-    """A forward in eval mode that counts: an evaluation leaves nothing behind, though processes see different parts."""
-    model = run.place(Counted)
+def evaluate_counts(run: Run[Any]) -> Any:
+    """Evaluate a model that counts forward passes in eval mode, of which processes have different numbers."""
+    model = run.place(ReplacedBuffer)
     before = run.context.state.fingerprint(), model.seen.item()
     run.evaluate(model, Numbers(), lambda output, x, i: (output.sum(), len(i)))
     return before == (run.context.state.fingerprint(), model.seen.item())
 
 
-def test_an_evaluation_leaves_them_as_they_were(tmp_path: Path) -> None:
-    assert run_ranks(attempt, 2, tmp_path, evaluated) == [True, True]
+def test_evaluation_does_not_change_buffers(tmp_path: Path) -> None:
+    assert run_ranks(attempt, 2, tmp_path, evaluate_counts) == [True, True]

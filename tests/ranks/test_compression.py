@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.pairs import every_pair
 from tests.ranks.loops import SETTINGS, Numbers, attempt
-from tests.ranks.test_same_bits import results, same
+from tests.ranks.test_same_bits import assert_same, results
 from tests.ranks.training import settings, train
 from unisono.config import CompressSettings, Settings
 from unisono.distributed.init import join_process_group as join
@@ -47,7 +47,7 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, 
     config = compressed(kind, groups=nodes)
     sizes = (1, 3, 4) if nodes is None else (1, 2, 8)
     runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, length=53)]
-    same(runs)
+    assert_same(runs)
     assert runs[0]["result"]["promise"] == "exact"
     assert "compressed at fixed nodes" in runs[0]["result"]["reason"]
     assert runs[0]["state"] != results(tmp_path, 1, "mlp", settings(), length=53)[0]["state"]
@@ -56,7 +56,7 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize("kind", ["int8", "powersgd"])
 def test_ties_and_unused_parameters_on_five_processes(tmp_path: Path, kind: str) -> None:
     runs = [run for size in (1, 5) for run in results(tmp_path, size, "gpt", compressed(kind))]
-    same(runs)
+    assert_same(runs)
     assert all(run["unused"] is None for run in runs)
 
 
@@ -89,7 +89,7 @@ def test_compression_may_start_later(tmp_path: Path, begin: int) -> None:
 def test_residuals_move_with_virtual_ranks(tmp_path: Path, kind: str) -> None:
     config = compressed(kind, steps=8)
     deals = {2: ((0, 7), (7, 8), (8, 8)), 5: ((0, 1), (1, 2), (2, 8))}
-    same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 3, "mlp", config, deals=deals)])
+    assert_same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 3, "mlp", config, deals=deals)])
 
 
 def test_scaled_losses_and_micro_batches(tmp_path: Path) -> None:

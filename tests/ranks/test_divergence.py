@@ -1,4 +1,4 @@
-"""The divergence watch: replicas that no longer hold the same are noticed, named, and healed if that is asked for."""
+"""Divergence checks: replicas that differ are detected, named, and repaired if enabled."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ SEVEN = replace(SETTINGS, steps=7)
 
 
 def flip() -> BitFlip:
-    """Of rank 2, say: one bit of a weight, when the model is called in step 3."""
+    """Return a fault that flips one bit of a weight in the forward pass of step 3."""
     return BitFlip(3, of="weights", element=4)
 
 
-def watched(world: World, folder: Path, cases: dict[str, tuple[Settings, BitFlip | None]], rank: int) -> dict[str, Any]:
-    """What comes of each of these, one after the other, with the fault on that rank."""
+def train_with_faults(
+    world: World, folder: Path, cases: dict[str, tuple[Settings, BitFlip | None]], rank: int
+) -> dict[str, Any]:
+    """Run the cases one after the other, with the fault on that rank."""
 
     def loop(run: Run[Any]) -> Any:
-        told = train(run)
+        results = train(run)
         watch = extension_of(run, DivergenceCheck)
-        return {"told": told, "compared": watch.compared if watch else 0, "result": run_result(run)}
+        return {"results": results, "compared": watch.compared if watch else 0, "result": run_result(run)}
 
     found = {}
     for name, (settings, fault) in cases.items():
@@ -41,39 +43,39 @@ def watched(world: World, folder: Path, cases: dict[str, tuple[Settings, BitFlip
     return found
 
 
-def watching(every: int, **changes: Any) -> Settings:
+def with_checks(every: int, **changes: Any) -> Settings:
     return replace(SEVEN, divergence=DivergenceSettings(every=every, repair=changes.pop("repair", False)), **changes)
 
 
-def test_who_holds_other_weights_is_told(tmp_path: Path) -> None:
-    saving = watching(1000, checkpoint=CheckpointSettings(every=2, keep=9))
+def test_rank_with_other_weights_is_named(tmp_path: Path) -> None:
+    saving = with_checks(1000, checkpoint=CheckpointSettings(every=2, keep=9))
     cases: dict[str, tuple[Settings, BitFlip | None]] = {
-        "often": (watching(2), flip()),
+        "often": (with_checks(2), flip()),
         "before a checkpoint": (saving, flip()),
-        "gradient": (watching(1), BitFlip(3, of="gradient")),
-        "off": (watching(0), flip()),
-        "sound": (watching(1), None),
+        "gradient": (with_checks(1), BitFlip(3, of="gradient")),
+        "off": (with_checks(0), flip()),
+        "sound": (with_checks(1), None),
     }
-    everybody = run_ranks(watched, 3, tmp_path, cases, 2)
-    said, other, also = everybody
+    by_rank = run_ranks(train_with_faults, 3, tmp_path, cases, 2)
+    first, other, third = by_rank
     for name in ("often", "before a checkpoint", "gradient"):
-        assert said[name] == other[name] == also[name]
+        assert first[name] == other[name] == third[name]
     true = "Rank 2 holds another weight than the 2 others (1 of 2 tensors): 1 of 6 elements, the first at [1, 1]: "
-    assert true in said["often"]
-    assert "of it). After 2 steps all was the same." in said["often"]
-    assert true in said["before a checkpoint"]
+    assert true in first["often"]
+    assert "of it). After 2 steps all was the same." in first["often"]
+    assert true in first["before a checkpoint"]
     assert [steps for steps, _ in manifest.checkpoints(tmp_path / "before a checkpoint")] == [2]
-    assert "Rank 2 holds another the gradient" not in said["gradient"]
-    assert "Rank 2 holds another gradient of weight than the 2 others (1 of 2 tensors). After 3" in said["gradient"]
-    assert len({str(rank["off"]["told"]) for rank in everybody}) > 1, "it went on, in two ways"
-    assert len({str(rank["sound"]["told"]) for rank in everybody}) == 1
-    assert said["sound"]["compared"] == 7
+    assert "Rank 2 holds another the gradient" not in first["gradient"]
+    assert "Rank 2 holds another gradient of weight than the 2 others (1 of 2 tensors). After 3" in first["gradient"]
+    assert len({str(rank["off"]["results"]) for rank in by_rank}) > 1, "it went on, in two ways"
+    assert len({str(rank["sound"]["results"]) for rank in by_rank}) == 1
+    assert first["sound"]["compared"] == 7
 
 
-def test_the_majority_heals(tmp_path: Path) -> None:
-    cases: dict[str, tuple[Settings, BitFlip | None]] = {"healed": (watching(2, repair=True), flip())}
-    found = [rank["healed"] for rank in run_ranks(watched, 3, tmp_path, cases, 1)]
-    assert found[0]["told"] == found[1]["told"] == found[2]["told"]
+def test_majority_repairs_a_replica(tmp_path: Path) -> None:
+    cases: dict[str, tuple[Settings, BitFlip | None]] = {"healed": (with_checks(2, repair=True), flip())}
+    found = [rank["healed"] for rank in run_ranks(train_with_faults, 3, tmp_path, cases, 1)]
+    assert found[0]["results"] == found[1]["results"] == found[2]["results"]
     result = found[0]["result"]
     assert result["promise"] == "exact until step 2"
     assert result["reason"] == (
@@ -81,22 +83,22 @@ def test_the_majority_heals(tmp_path: Path) -> None:
     )
 
 
-def test_two_cannot_say_who_is_right(tmp_path: Path) -> None:
-    cases: dict[str, tuple[Settings, BitFlip | None]] = {"two": (watching(2, repair=True), flip())}
-    one, other = (rank["two"] for rank in run_ranks(watched, 2, tmp_path, cases, 0))
+def test_two_replicas_have_no_majority(tmp_path: Path) -> None:
+    cases: dict[str, tuple[Settings, BitFlip | None]] = {"two": (with_checks(2, repair=True), flip())}
+    one, other = (rank["two"] for rank in run_ranks(train_with_faults, 2, tmp_path, cases, 0))
     assert one == other
     assert "Ranks 0 and 1 hold different values of weight, and no majority says which is right (1 of 2" in one
     assert "So nobody can be healed." in one
 
 
 @pytest.mark.slow
-def test_replicas_of_shards_are_compared_with_their_like(tmp_path: Path) -> None:
+def test_shards_are_compared_among_replicas(tmp_path: Path) -> None:
     shards = ParallelSettings(replicate=2, shard=2)
     cases: dict[str, tuple[Settings, BitFlip | None]] = {
-        "sound": (watching(1, parallel=shards), None),
-        "gathered": (watching(1, parallel=replace(shards, reshard="step")), None),
-        "shards": (watching(2, parallel=shards), flip()),
+        "sound": (with_checks(1, parallel=shards), None),
+        "gathered": (with_checks(1, parallel=replace(shards, reshard="step")), None),
+        "shards": (with_checks(2, parallel=shards), flip()),
     }
-    found = run_ranks(watched, 4, tmp_path, cases, 3)
+    found = run_ranks(train_with_faults, 4, tmp_path, cases, 3)
     assert found[0]["sound"]["compared"] == found[0]["gathered"]["compared"] == 7
     assert "Ranks 1 and 3 hold different values of weight" in found[0]["shards"], found[0]["shards"]

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every sample once, on any number of processes, with the bits of one."""
+"""Evaluation and prediction: each sample once, and the same bits on any number of processes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CONFIG = replace(SETTINGS, batch=16, virtual_ranks=4)
 
 
 class Noisy(Numbers):
-    """Numbers with noise that is drawn when they are fetched."""
+    """Numbers with random noise."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         x, i = super().__getitem__(i)
         return x + torch.randn(3), i
 
 
-class Stream(IterableDataset[Any]):
-    """The same without random access or a length."""
+class NumberStream(IterableDataset[Any]):
+    """An iterable data set without random access or length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,44 +44,48 @@ def rows_and_mean(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> dic
     return {"rows": (torch.tensor(float(len(i))), 1.0), "mean": (i.sum(), len(i)), "output": (output.sum(), len(i))}
 
 
-def several(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """Several outputs of several kinds, nested."""
+def nested_outputs(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return nested outputs of several types."""
     x, i = batch
     out = model(x)
     return {"out": out, "more": (i, [out.argmax(1) == 1, out[:, :1].bfloat16()], torch.empty(len(i), 0))}
 
 
-def look(run: Run[Any], data: Any) -> Any:
+def evaluate_and_predict(run: Run[Any], data: Any) -> Any:
     torch.manual_seed(run.rank)
     model = run.place(linear)
     measured = run.evaluate(model, data, rows_and_mean)
-    predicted = run.predict(model, data, forward=several)
+    predicted = run.predict(model, data, forward=nested_outputs)
     before = torch.get_rng_state().sum().item()
-    alone = run.predict(model, data)
+    reference = run.predict(model, data)
     assert torch.get_rng_state().sum().item() == before
     numbers, (right, narrow), nothing = predicted["more"]
-    assert torch.equal(alone, predicted["out"])
+    assert torch.equal(reference, predicted["out"])
     assert (right.dtype, narrow.dtype, tuple(nothing.shape)) == (torch.bool, torch.bfloat16, (len(numbers), 0))
-    return measured, numbers.tolist(), alone.tolist(), right.tolist(), narrow.tolist()
+    return measured, numbers.tolist(), reference.tolist(), right.tolist(), narrow.tolist()
 
 
-def looks(world: World, folder: str, lengths: list[int]) -> dict[Any, Any]:
+def evaluate_lengths(world: World, folder: str, lengths: list[int]) -> dict[Any, Any]:
     return {
         (kind.__name__, length): attempt(
-            world, Path(folder) / f"{kind.__name__}-{length}", partial(look, data=kind(length)), CONFIG
+            world, Path(folder) / f"{kind.__name__}-{length}", partial(evaluate_and_predict, data=kind(length)), CONFIG
         )
-        for kind in (Noisy, Stream)
+        for kind in (Noisy, NumberStream)
         for length in lengths
     }
 
 
-def test_every_sample_once_with_the_bits_of_one_process(tmp_path: Path) -> None:
-    """101 samples, fewer than there are processes, and exactly one micro-batch: with and without a length."""
+def test_each_sample_is_used_once_with_the_same_bits(tmp_path: Path) -> None:
+    """Lengths: 101 samples, fewer than processes, and exactly one micro-batch; with and without `__len__`."""
     lengths = [101, 3, 1, 4]
-    runs = [told for size in (1, 2, 3, 4) for told in run_ranks(looks, size, str(tmp_path / str(size)), lengths)]
-    for (_, length), told in runs[0].items():
-        assert isinstance(told, tuple), told
-        measured, numbers, *_ = told
+    runs = [
+        results
+        for size in (1, 2, 3, 4)
+        for results in run_ranks(evaluate_lengths, size, str(tmp_path / str(size)), lengths)
+    ]
+    for (_, length), results in runs[0].items():
+        assert isinstance(results, tuple), results
+        measured, numbers, *_ = results
         assert numbers == list(range(length))
         assert measured["mean"] == (length - 1) / 2
         assert measured["rows"] == pytest.approx(length / -(-length // 4))
@@ -89,15 +93,15 @@ def test_every_sample_once_with_the_bits_of_one_process(tmp_path: Path) -> None:
         assert run == runs[0]
 
 
-def broken(run: Run[Any], kind: Callable[[Run[Any], nn.Module], Any]) -> Any:
+def attempt_wrong(run: Run[Any], kind: Callable[[Run[Any], nn.Module], Any]) -> Any:
     return kind(run, run.place(linear))
 
 
-def breaches(world: World, folder: str) -> dict[str, str]:
+def wrong_calls(world: World, folder: str) -> dict[str, str]:
     kinds: dict[str, Callable[[Run[Any], nn.Module], Any]] = {
-        "empty": (lambda run, model: run.predict(model, Stream(0))),
+        "empty": (lambda run, model: run.predict(model, NumberStream(0))),
         "empty list": (lambda run, model: run.evaluate(model, [], rows_and_mean)),
-        "another length": (lambda run, model: run.evaluate(model, Stream(9 + run.rank), rows_and_mean)),
+        "another length": (lambda run, model: run.evaluate(model, NumberStream(9 + run.rank), rows_and_mean)),
         "a loader": (lambda run, model: run.predict(model, DataLoader(Noisy(9)))),
         "a number": (lambda run, model: run.predict(model, 9)),
         "no rows": (lambda run, model: run.predict(model, Noisy(9), forward=lambda m, b: m(b[0]).sum())),
@@ -106,7 +110,8 @@ def breaches(world: World, folder: str) -> dict[str, str]:
         ),
     }
     return {
-        name: attempt(world, Path(folder) / name, partial(broken, kind=kind), CONFIG) for name, kind in kinds.items()
+        name: attempt(world, Path(folder) / name, partial(attempt_wrong, kind=kind), CONFIG)
+        for name, kind in kinds.items()
     }
 
 
@@ -121,8 +126,8 @@ WORDS = {
 }
 
 
-def test_what_cannot_be_walked_through_is_told_on_every_process(tmp_path: Path) -> None:
-    first, second = run_ranks(breaches, 2, str(tmp_path))
+def test_wrong_calls_raise_on_each_process(tmp_path: Path) -> None:
+    first, second = run_ranks(wrong_calls, 2, str(tmp_path))
     for name, words in WORDS.items():
         assert words in first[name], first[name]
         assert words in second[name] or name == "no rows", second[name]

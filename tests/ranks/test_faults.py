@@ -1,4 +1,4 @@
-"""The faults themselves: each does what it says, where it says, once."""
+"""Injected faults: each has its effect, in its place, once."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from unisono.testing.faults import Fault
 ONE = training.settings(steps=3, virtual_ranks=2, batch=8)
 
 
-def struck(world: World, fault: Fault | None, folder: str, rank: int = 0) -> dict[str, Any]:
+def train_with_fault(world: World, fault: Fault | None, folder: str, rank: int = 0) -> dict[str, Any]:
     with fault if fault is not None and world.rank == rank else nullcontext():
         return training.train(world, "mlp", ONE, folder)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("kill", -signal.SIGKILL), ("crash", -signal.SIGSEGV), ("exit", 0)])
-def test_a_process_is_gone(tmp_path: Path, kind: Any, code: int) -> None:
+def test_process_exits(tmp_path: Path, kind: Any, code: int) -> None:
     with pytest.raises(AssertionError, match=f"died with exit code {code}"):
-        run_ranks(struck, 1, FailAt(1, "backward", kind=kind), str(tmp_path))
+        run_ranks(train_with_fault, 1, FailAt(1, "backward", kind=kind), str(tmp_path))
 
 
-def in_the_middle(world: World, folder: str) -> None:
+def die_in_phase(world: World, folder: str) -> None:
     with FailAt(0, "exchange", later=0.1), phases.phase("other"):
         phases.Position.step = 0
         phases.enter("exchange")
         time.sleep(30)
 
 
-def test_it_may_die_in_the_middle_of_a_phase(tmp_path: Path) -> None:
+def test_process_dies_in_a_phase(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="died with exit code -9"):
-        run_ranks(in_the_middle, 1, str(tmp_path))
+        run_ranks(die_in_phase, 1, str(tmp_path))
 
 
 @pytest.fixture
-def at_step() -> Any:
+def record_steps() -> Any:
     phases.enter("other")
     phases.Position.step = 2
     yield
@@ -65,8 +65,8 @@ def at_step() -> Any:
     phases.Position.step = phases.Position.virtual_rank = None
 
 
-@pytest.mark.usefixtures("at_step")
-def test_a_fault_has_one_place_and_strikes_once() -> None:
+@pytest.mark.usefixtures("record_steps")
+def test_fault_occurs_once_in_its_place() -> None:
     with FailAt(2, "update", kind="error") as fault:
         phases.enter("forward")
         with pytest.raises(PlantedFailure, match="in step 2"):
@@ -86,9 +86,9 @@ def test_a_fault_has_one_place_and_strikes_once() -> None:
         FailAt(1, "nothing")
 
 
-@pytest.mark.usefixtures("at_step")
+@pytest.mark.usefixtures("record_steps")
 @pytest.mark.parametrize("kind", ["sleep", "spin", "hold"])
-def test_a_stall_ends(kind: Any) -> None:
+def test_stall_ends(kind: Any) -> None:
     began = time.monotonic()
     with HangAt(2, "data", kind=kind, seconds=0.2):
         phases.enter("data")
@@ -96,14 +96,14 @@ def test_a_stall_ends(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("of", ["output", "weights", "gradient"])
-def test_a_bit_is_another_one(tmp_path: Path, of: Any) -> None:
-    (whole,) = run_ranks(struck, 1, None, str(tmp_path / "whole"))
-    (flipped,) = run_ranks(struck, 1, BitFlip(1, of=of, element=9), str(tmp_path / "flipped"))
+def test_bit_flip_changes_the_result(tmp_path: Path, of: Any) -> None:
+    (whole,) = run_ranks(train_with_fault, 1, None, str(tmp_path / "whole"))
+    (flipped,) = run_ranks(train_with_fault, 1, BitFlip(1, of=of, element=9), str(tmp_path / "flipped"))
     assert whole["losses"][0] == flipped["losses"][0]
     assert whole["state"] != flipped["state"]
 
 
-def test_one_bit_of_one_element() -> None:
+def test_bit_flip_changes_one_element() -> None:
     for dtype, whole in ((torch.float32, torch.int32), (torch.float64, torch.int64), (torch.bfloat16, torch.int16)):
         tensor = torch.ones(3, 4, dtype=dtype).t()
         version = tensor._version
@@ -114,8 +114,8 @@ def test_one_bit_of_one_element() -> None:
         assert tensor._version == version
 
 
-@pytest.mark.usefixtures("at_step")
-def test_files_end_in_the_middle(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("record_steps")
+def test_truncated_files(tmp_path: Path) -> None:
     with TornFile(2, "checkpoint", folder=tmp_path, pattern="*.bin", keep=0.25):
         phases.enter("checkpoint")
         (tmp_path / "a.bin").write_bytes(bytes(100))
@@ -126,9 +126,9 @@ def test_files_end_in_the_middle(tmp_path: Path) -> None:
     assert (tmp_path / "a.bin").read_bytes() == bytes(24) + b"\x80"
 
 
-def fill(world: World, folder: str) -> list[int]:
-    """What is there of three files, written before, under and after the fault, and the error."""
-    file, sizes, said = Path(folder, "file"), [], 0
+def write_files(world: World, folder: str) -> list[int]:
+    """Return the sizes of files written before, during and after the fault, and the error."""
+    file, sizes, message = Path(folder, "file"), [], 0
     phases.Position.step = 0
     with FullDisk(1, "checkpoint", bytes=10):
         for phases.Position.step in range(3):
@@ -136,28 +136,28 @@ def fill(world: World, folder: str) -> list[int]:
             try:
                 file.write_bytes(bytes(50))
             except OSError as error:
-                said = error.errno or 0
+                message = error.errno or 0
             phases.enter("other")
             sizes.append(file.stat().st_size)
     file.write_bytes(bytes(50))
-    return [*sizes, file.stat().st_size, said]
+    return [*sizes, file.stat().st_size, message]
 
 
-def test_no_file_can_grow(tmp_path: Path) -> None:
-    assert run_ranks(fill, 1, str(tmp_path)) == [[50, 10, 10, 50, errno.EFBIG]]
+def test_full_disk(tmp_path: Path) -> None:
+    assert run_ranks(write_files, 1, str(tmp_path)) == [[50, 10, 10, 50, errno.EFBIG]]
 
 
 @pytest.mark.slow
-def test_lost_packets_are_sent_again(tmp_path: Path) -> None:
-    """TCP does so, hence the bits are the same; and when all are lost, a run does not go on."""
-    whole = run_ranks(struck, 2, None, str(tmp_path / "whole"))
-    lossy = run_ranks(struck, 2, LostPackets(1, "data", share=0.2), str(tmp_path / "lossy"))
+def test_lost_packets_are_retransmitted(tmp_path: Path) -> None:
+    """TCP retransmits, so the bits are equal; if all packets are lost, the run stalls."""
+    whole = run_ranks(train_with_fault, 2, None, str(tmp_path / "whole"))
+    lossy = run_ranks(train_with_fault, 2, LostPackets(1, "data", share=0.2), str(tmp_path / "lossy"))
     assert [rank["state"] for rank in lossy] == [rank["state"] for rank in whole]
     with pytest.raises(TimeoutError):
-        run_ranks(struck, 2, LostPackets(1, "data"), str(tmp_path / "silent"), seconds=3)
+        run_ranks(train_with_fault, 2, LostPackets(1, "data"), str(tmp_path / "silent"), seconds=3)
 
 
-def test_a_fault_in_words() -> None:
+def test_parse_fault() -> None:
     assert fault_of("FailAt step=2 phase=backward rank=1 later=0.5") == (FailAt(2, "backward", later=0.5), 1)
     assert fault_of("LostPackets share=0.5 steps=inf") == (LostPackets(share=0.5), None)
     with pytest.raises(ValueError, match="there are FailAt, HangAt"):
@@ -166,8 +166,8 @@ def test_a_fault_in_words() -> None:
         fault_of("FailAt stepp=2")
 
 
-@pytest.mark.usefixtures("at_step")
-def test_a_planned_fault_strikes_once_in_a_run(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("record_steps")
+def test_planned_fault_occurs_once_in_a_run(tmp_path: Path) -> None:
     texts = ["FailAt step=2 phase=update kind=error rank=0", "FailAt step=2 phase=update kind=error rank=1"]
     with planted(texts, 0, tmp_path), pytest.raises(PlantedFailure):
         phases.enter("update")

@@ -1,4 +1,4 @@
-"""The norm of a gradient: torch's to rounding, and the same to the bit from any division of its rows."""
+"""Gradient norms: equal to torch's up to rounding, and bit-identical for any division of rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def gradients() -> list[torch.Tensor]:
 
 
 @given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=4), st.integers(0, 99))
-def test_it_is_torchs(shapes: list[list[int]], seed: int) -> None:
+def test_norm_matches_torch(shapes: list[list[int]], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     grads = [torch.randn(shape, generator=g) for shape in shapes]
     assert total_norm(grads, Mesh()) == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-5)
 
 
-def test_clipping_is_torchs_too() -> None:
+def test_clipping_matches_torch() -> None:
     ours, theirs = gradients(), [torch.nn.Parameter(grad.clone()) for grad in gradients()]
     for p in theirs:
         p.grad = p.detach().clone()
@@ -42,7 +42,7 @@ def test_clipping_is_torchs_too() -> None:
     assert all(map(torch.equal, ours, before)), "within the limit nothing changes"
 
 
-def divided(world: World) -> float:
+def norm_of_rows(world: World) -> float:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -52,5 +52,5 @@ def divided(world: World) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_any_division_gives_the_same_bits(size: int) -> None:
-    assert set(run_ranks(divided, size)) == {total_norm(gradients(), Mesh())}
+def test_norm_does_not_depend_on_the_division(size: int) -> None:
+    assert set(run_ranks(norm_of_rows, size)) == {total_norm(gradients(), Mesh())}

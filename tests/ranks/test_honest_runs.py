@@ -1,4 +1,4 @@
-"""Honest runs under the check of their promise: the same bits as without it, on any number of processes."""
+"""Verification of correct runs: no violation, and the same bits as without it."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import torch
 from torch import nn
 
 from tests.ranks.loops import Loop, linear, loss_of, train
-from tests.ranks.test_verification import LONGER, attempt, odd
+from tests.ranks.test_verification import LONGER, attempt, odd_model
 from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_ranks, run_result
 from unisono.train.run import Run
 from unisono.train.step import Step
 
-EVEN = replace(LONGER, batch=20)  # no batch norm sees a single sample
+EVEN = replace(LONGER, batch=20)  # batch norm needs two samples
 
 
-def honest(world: World, folder: Path) -> dict[str, Any]:
+def run_all(world: World, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     cases: dict[str, tuple[Loop, Settings]] = {
         "plain": (train, LONGER),
         "unchecked": (train, replace(LONGER, promise=PromiseSettings(check=False))),
         "pieces": (train, replace(LONGER, micro_batch=1)),
-        "norm": (partial(train, build=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), linear4())), EVEN),
+        "norm": (partial(train, build=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), four_inputs())), EVEN),
         "dropout": (partial(train, build=lambda: nn.Sequential(nn.Dropout(0.5), linear())), LONGER),
-        "unused": (partial(train, build=Unused), LONGER),
+        "unused": (partial(train, build=SometimesUsed), LONGER),
         "fp16": (train, replace(LONGER, precision="fp16")),
         "worker": (train, replace(LONGER, loader=LoaderSettings(workers=1))),
-        "slopes": (sloped, LONGER),
-        "growing": (partial(train, build=Growing), LONGER),
+        "slopes": (with_autograd_grad, LONGER),
+        "growing": (partial(train, build=GrowingTable), LONGER),
         "claims": (train, replace(LONGER, balance=replace(LONGER.balance, work_stealing=world.size > 1))),
     }
     if world.size == 2:
         for gather in ("layer", "step"):
             config = replace(LONGER, parallel=ParallelSettings(shard=2, reshard=gather))
-            cases[f"shards by {gather}"] = (partial(train, build=odd), config)
-            cases[f"own optimizer by {gather}"] = (partial(train, build=odd, make=Warm), config)
-            cases[f"shards in pieces by {gather}"] = (partial(train, build=odd), replace(config, micro_batch=1))
+            cases[f"shards by {gather}"] = (partial(train, build=odd_model), config)
+            cases[f"own optimizer by {gather}"] = (partial(train, build=odd_model, make=StepCounter), config)
+            cases[f"shards in pieces by {gather}"] = (partial(train, build=odd_model), replace(config, micro_batch=1))
     for name, (loop, settings) in cases.items():
-        found[name] = attempt(world, folder / name.replace(" ", "-"), partial(with_result, loop), settings)
+        found[name] = attempt(world, folder / name.replace(" ", "-"), partial(and_promise, loop), settings)
     return found
 
 
-def sloped(run: Run[Any]) -> Any:
-    """Takes a gradient of parameters within a round."""
+def with_autograd_grad(run: Run[Any]) -> Any:
+    """Call torch.autograd.grad on parameters for each micro-batch."""
 
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         slopes = torch.autograd.grad(loss_of(model, x), [*model.parameters()], create_graph=True)
@@ -58,8 +58,8 @@ def sloped(run: Run[Any]) -> Any:
     return train(run, body)
 
 
-class Growing(nn.Module):
-    """Replaces a buffer by a longer one as it sees larger numbers, as a rotary table grows."""
+class GrowingTable(nn.Module):
+    """A model whose buffer grows with its input, as a table of rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Growing(nn.Module):
         return out
 
 
-class Warm(torch.optim.Optimizer):
-    """Counts its steps in a tensor of its own, and goes element by element."""
+class StepCounter(torch.optim.Optimizer):
+    """An element-wise optimizer with a step counter in a tensor."""
 
     by_element = True
 
@@ -92,18 +92,18 @@ class Warm(torch.optim.Optimizer):
                     p -= 0.01 * min(1.0, float(self.count) / 20) * p.grad
 
 
-def with_result(loop: Loop, run: Run[Any]) -> Any:
+def and_promise(loop: Loop, run: Run[Any]) -> Any:
     fingerprint = loop(run)[-1]
-    told = run_result(run)
-    return fingerprint, told["promise"], told.get("verified_steps")
+    results = run_result(run)
+    return fingerprint, results["promise"], results.get("verified_steps")
 
 
-def linear4() -> nn.Module:
+def four_inputs() -> nn.Module:
     return nn.Linear(4, 2)
 
 
-class Unused(nn.Module):
-    """A layer that odd samples alone use, and one that nothing uses."""
+class SometimesUsed(nn.Module):
+    """A model with a layer that only odd samples use, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,11 +114,11 @@ class Unused(nn.Module):
         return out + self.some(x) if float(x.sum()) > 0 else out
 
 
-def test_honest_runs_are_left_alone(tmp_path: Path) -> None:
-    (one,) = run_ranks(honest, 1, tmp_path / "1")
+def test_correct_runs_pass_verification(tmp_path: Path) -> None:
+    (one,) = run_ranks(run_all, 1, tmp_path / "1")
     for size in (2, 3):
-        for came in run_ranks(honest, size, tmp_path / str(size)):
-            for name, found in came.items():
+        for result in run_ranks(run_all, size, tmp_path / str(size)):
+            for name, found in result.items():
                 if name in one:
                     assert found == one[name], name
                 else:

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face in streaming mode: the same samples and bits on any number of processes."""
+"""Streaming data sets of Hugging Face: the same samples and bits on any number of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def features(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
     return torch.tensor(row["x"]), row["cls"]
 
 
-def told(run: Run[Any], folder: str) -> Any:
+def train_on(run: Run[Any], folder: str) -> Any:
     model = run.place(linear)
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer)
@@ -42,9 +42,9 @@ def told(run: Run[Any], folder: str) -> Any:
     return seen, run.context.state.fingerprint()
 
 
-def test_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     write_lines(tmp_path / "data", (9, 3, 8))
-    loop = partial(told, folder=str(tmp_path / "data"))
+    loop = partial(train_on, folder=str(tmp_path / "data"))
     runs = {n: run_ranks(attempt, n, tmp_path / str(n), loop) for n in (1, 2)}
     for here in (here for ranks in runs.values() for here in ranks):
         assert not isinstance(here, str), here
@@ -54,6 +54,6 @@ def test_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_what_is_no_stream_is_refused() -> None:
+def test_data_set_without_streaming_is_refused() -> None:
     with pytest.raises(DataError, match=r"load_dataset\(\.\.\., streaming=True\)"):
         Stream.hugging_face(datasets.Dataset.from_dict({"x": [1, 2]}))

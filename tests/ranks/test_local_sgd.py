@@ -1,4 +1,4 @@
-"""Sites that train by themselves: local SGD, post-local SGD, DiLoCo, beside the same by hand in one process."""
+"""Local SGD, post-local SGD and DiLoCo, compared with loops by hand in one process."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)) if rich else model
     run.track(model=model, optimizer=optimizer, schedule=schedule, **({"average": average} if rich else {}))
-    begun = [p.tolist() for p in model.parameters()]
-    losses, told = [], []
+    initial_weights = [p.tolist() for p in model.parameters()]
+    losses, results = [], []
     for step in run.steps(torch.utils.data.TensorDataset(*points())):
         next(model.children()).requires_grad_(step.number >= thaw)
         for x, y in step:
@@ -85,36 +85,36 @@ def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw:
             average.update_parameters(model)
         losses.append(step.loss)
         if at is not None:
-            told.append(at(run, step, model))
+            results.append(at(run, step, model))
     finish_run(run)
     return {
-        "begun": begun,
+        "initial": initial_weights,
         "weights": [p.tolist() for p in model.parameters()],
         "losses": losses,
-        "told": told,
+        "results": results,
         "result": run_result(run),
     }
 
 
-def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
-    """The same sites one after the other in plain torch, step by step. What is left at the end: their mean."""
+def train_by_hand(initial_weights: list[Any], config: Settings) -> list[torch.Tensor]:
+    """Train the sites one after the other in plain torch, and return the mean of their weights."""
     local, order = (
-        asked.local_sgd,
-        BatchOrder(length=LENGTH, batch=asked.batch, virtual_ranks=asked.virtual_ranks, seed=asked.seed),
+        config.local_sgd,
+        BatchOrder(length=LENGTH, batch=config.batch, virtual_ranks=config.virtual_ranks, seed=config.seed),
     )
     x, y = points()
     models = [build() for _ in range(local.sites)]
     for model in models:
-        for p, b in zip(model.parameters(), begun, strict=True):
+        for p, b in zip(model.parameters(), initial_weights, strict=True):
             p.data.copy_(torch.tensor(b))
     inner = [adamw(model) for model in models]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30) for optimizer in inner]
-    anchor = [nn.Parameter(torch.tensor(b)) for b in begun]
+    anchor = [nn.Parameter(torch.tensor(b)) for b in initial_weights]
     outer = torch.optim.SGD(anchor, lr=local.outer_lr, momentum=local.outer_momentum, nesterov=True)
     if local.outer_optimizer == "average":
         outer = torch.optim.SGD(anchor, lr=1.0)
-    share = asked.virtual_ranks // local.sites
-    for number in range(asked.steps or 0):
+    share = config.virtual_ranks // local.sites
+    for number in range(config.steps or 0):
         parts = [
             [i for v in range(s * share, (s + 1) * share) for part in order.micro_batches(number, v) for i in part]
             for s in range(local.sites)
@@ -140,12 +140,14 @@ def by_hand(begun: list[Any], asked: Settings) -> list[torch.Tensor]:
     return [torch.stack([p.detach() for p in ps]).mean(0) for ps in zip(*[m.parameters() for m in models], strict=True)]
 
 
-def trained(world: World, folder: Path, asked: Settings, how: dict[str, Any] | None = None, again: bool = False) -> Any:
-    return attempt(world, folder, partial(train, **(how or {})), asked, resume=again)
+def train_run(
+    world: World, folder: Path, config: Settings, loop_options: dict[str, Any] | None = None, again: bool = False
+) -> Any:
+    return attempt(world, folder, partial(train, **(loop_options or {})), config, resume=again)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "config",
     [
         settings(outer_optimizer="average"),
         settings(),
@@ -155,9 +157,9 @@ def trained(world: World, folder: Path, asked: Settings, how: dict[str, Any] | N
     ],
     ids=["average", "nesterov", "post-local", "three sites", "every step"],
 )
-def test_the_outer_step_is_that_of_a_loop_by_hand(asked: Settings, tmp_path: Path) -> None:
-    ranks = run_ranks(trained, asked.local_sgd.sites, tmp_path, asked)
-    expected = by_hand(ranks[0]["begun"], asked)
+def test_outer_step_matches_a_loop_by_hand(config: Settings, tmp_path: Path) -> None:
+    ranks = run_ranks(train_run, config.local_sgd.sites, tmp_path, config)
+    expected = train_by_hand(ranks[0]["initial"], config)
     for rank in ranks:
         for ours, theirs in zip(rank["weights"], expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
@@ -166,12 +168,12 @@ def test_the_outer_step_is_that_of_a_loop_by_hand(asked: Settings, tmp_path: Pat
     assert ranks[0]["result"]["promise"] == "sites are part of the mathematics"
 
 
-def test_the_processes_of_a_site_change_no_bit(tmp_path: Path) -> None:
-    for number, asked in enumerate([settings(), settings(bits=4, num_fragments=2, sync_delay=1, warmup_steps=2)]):
+def test_bits_do_not_depend_on_the_processes_of_a_site(tmp_path: Path) -> None:
+    for number, config in enumerate([settings(), settings(bits=4, num_fragments=2, sync_delay=1, warmup_steps=2)]):
         found = [
             (rank["result"]["weights_sha256"], rank["losses"])
             for size in (2, 4, 6)
-            for site in [run_ranks(trained, size, tmp_path / f"{number}-{size}", asked)]
+            for site in [run_ranks(train_run, size, tmp_path / f"{number}-{size}", config)]
             for rank in (site[0], site[-1])
         ]
         assert len({weights for weights, _ in found}) == 1
@@ -181,24 +183,24 @@ def test_the_processes_of_a_site_change_no_bit(tmp_path: Path) -> None:
         assert first[0][5] != last[0][5]  # each site has its own
 
 
-def sent_again_and_again(world: World, feedback: bool) -> list[float]:
-    """The same row twenty times, in 4 bits: how far the mean of what came is from the row, and half a scale."""
+def quantization_errors(world: World, feedback: bool) -> list[float]:
+    """Send a row twenty times in 4 bits; return the error of the received mean, and half a quantization step."""
     with join(world) as group:
         number, mesh, across = build_sites(2, group)
         rows = [torch.randn(1000, generator=torch.Generator().manual_seed(site)) for site in range(2)]
         between = SiteTransport(mesh.world, across)
         left = [torch.zeros_like(chunk_of(rows[number], mesh.world))] if feedback else []
-        came = torch.zeros(1000)
+        result = torch.zeros(1000)
         for _ in range(20):
-            came += between.send([], [rows[number]], 4, left).means([torch.float32])[0] / 20
-        off = (came - (rows[0] + rows[1]) / 2).abs().max().item()
+            result += between.send([], [rows[number]], 4, left).means([torch.float32])[0] / 20
+        off = (result - (rows[0] + rows[1]) / 2).abs().max().item()
         return [off, max(row.abs().max().item() for row in rows) / 14, number, mesh.world.size]
 
 
-def test_what_quantising_loses_is_sent_the_next_time() -> None:
-    for off, half_a_scale, _, _ in run_ranks(sent_again_and_again, 4, True):
+def test_quantization_error_is_fed_back() -> None:
+    for off, half_a_scale, _, _ in run_ranks(quantization_errors, 4, True):
         assert off < 1.2 * half_a_scale / 20
-    ranks = run_ranks(sent_again_and_again, 4, False)
+    ranks = run_ranks(quantization_errors, 4, False)
     assert [rank[2:] for rank in ranks] == [[0, 2], [0, 2], [1, 2], [1, 2]]
     for off, half_a_scale, _, _ in ranks:
         assert half_a_scale / 4 < off < half_a_scale
@@ -209,61 +211,66 @@ def test_what_quantising_loses_is_sent_the_next_time() -> None:
 STREAMING = settings(14, bits=4, num_fragments=2, sync_delay=1, warmup_steps=2)
 
 
-def one_stops(run: Run[Settings], step: Any, model: nn.Module) -> None:
-    """One process of the last site has had enough, between two meetings."""
+def stop_on_last_rank(run: Run[Settings], step: Any, model: nn.Module) -> None:
+    """Stop on one process of the last site, between two synchronizations."""
     if step.number == 4 and run.rank == run.size - 1:
         run.stop()
 
 
-@pytest.mark.parametrize(("asked", "stopped_after"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
-def test_a_stop_waits_for_a_meeting_and_a_resume_goes_on_to_the_same_bits(
-    asked: Settings, stopped_after: int, tmp_path: Path
+@pytest.mark.parametrize(("config", "stopped_after"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
+def test_stop_waits_for_synchronization_and_resume_is_bit_identical(
+    config: Settings, stopped_after: int, tmp_path: Path
 ) -> None:
-    """With other processes, with batch norm and an average, and although optimizers differ from site to site."""
+    """Resume on other processes, with batch norm and a weight average, although optimizer states differ by site."""
     rich = {"rich": True}
-    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, rich)
+    (undisturbed, *_) = run_ranks(train_run, 2, tmp_path / "whole", config, rich)
     for size, later in ((2, 4), (4, 2)):
         folder = tmp_path / f"{size}"
-        ranks = run_ranks(trained, size, folder, asked, {"at": one_stops, **rich})
+        ranks = run_ranks(train_run, size, folder, config, {"at": stop_on_last_rank, **rich})
         assert {rank["result"]["steps"] for rank in ranks} == {stopped_after}
         assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
-        ranks = run_ranks(trained, later, folder, asked, rich, True)
+        ranks = run_ranks(train_run, later, folder, config, rich, True)
         assert {rank["result"]["weights_sha256"] for rank in ranks} == {undisturbed["result"]["weights_sha256"]}
         assert ranks[0]["losses"] == undisturbed["losses"][stopped_after:]
 
 
-@pytest.mark.parametrize(("asked", "met"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
-def test_an_end_between_two_meetings_leaves_no_mark_on_a_longer_run(asked: Settings, met: int, tmp_path: Path) -> None:
-    """What is left at the end is the mean of the sites; a run that goes on does so from each site's own weights."""
-    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked)
-    shorter = replace(asked, steps=9, checkpoint=CheckpointSettings(every=3))
-    ranks = run_ranks(trained, 2, tmp_path / "parts", shorter)
+@pytest.mark.parametrize(("config", "last_sync"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
+def test_end_between_synchronizations_does_not_change_a_longer_run(
+    config: Settings, last_sync: int, tmp_path: Path
+) -> None:
+    """The final weights are the mean of the sites; a resumed run continues from each site's own weights."""
+    (undisturbed, *_) = run_ranks(train_run, 2, tmp_path / "whole", config)
+    shorter = replace(config, steps=9, checkpoint=CheckpointSettings(every=3))
+    ranks = run_ranks(train_run, 2, tmp_path / "parts", shorter)
     assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
     saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))
-    assert saved == [f"step-0000000{met}", "step-00000009"]  # asked for after 6 steps, written where sites have met
-    ranks = run_ranks(trained, 2, tmp_path / "parts", asked, None, True)
+    assert saved == [
+        f"step-0000000{last_sync}",
+        "step-00000009",
+    ]  # due after 6 steps, and written after a synchronization
+    ranks = run_ranks(train_run, 2, tmp_path / "parts", config, None, True)
     assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
-    (ended, _) = run_ranks(trained, 2, tmp_path / "parts", asked, None, True)  # nothing is left to do
+    (ended, _) = run_ranks(train_run, 2, tmp_path / "parts", config, None, True)  # nothing is left to do
     assert ended["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
-@pytest.mark.parametrize("asked", [settings(14, sync_every=4, sync_delay=2), STREAMING], ids=["one fragment", "two"])
-def test_a_parameter_that_thaws_while_others_meet_does_so_the_next_time(asked: Settings, tmp_path: Path) -> None:
-    (undisturbed, *_) = run_ranks(trained, 2, tmp_path / "whole", asked, {"thaw": 4})
+@pytest.mark.parametrize("config", [settings(14, sync_every=4, sync_delay=2), STREAMING], ids=["one fragment", "two"])
+def test_unfrozen_parameter_joins_the_next_synchronization(config: Settings, tmp_path: Path) -> None:
+    (undisturbed, *_) = run_ranks(train_run, 2, tmp_path / "whole", config, {"thaw": 4})
     assert undisturbed["result"]["steps"] == 14
-    ranks = run_ranks(trained, 4, tmp_path / "parts", replace(asked, steps=9), {"thaw": 4})
+    ranks = run_ranks(train_run, 4, tmp_path / "parts", replace(config, steps=9), {"thaw": 4})
     assert {rank["result"]["steps"] for rank in ranks} == {9}
-    ranks = run_ranks(trained, 2, tmp_path / "parts", asked, {"thaw": 4}, True)
+    ranks = run_ranks(train_run, 2, tmp_path / "parts", config, {"thaw": 4}, True)
     assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
-def test_another_exchange_goes_on_from_the_model_and_drops_the_rest(tmp_path: Path) -> None:
-    run_ranks(trained, 2, tmp_path, settings(8))
+def test_another_exchange_resumes_from_the_model_only(tmp_path: Path) -> None:
+    run_ranks(train_run, 2, tmp_path, settings(8))
     (tree,) = run_ranks(
-        trained, 1, tmp_path, replace(settings(10), exchange="tree", local_sgd=LocalSGDSettings()), None, True
+        train_run, 1, tmp_path, replace(settings(10), exchange="tree", local_sgd=LocalSGDSettings()), None, True
     )
     assert tree["result"]["steps"] == 10
-    ranks = run_ranks(trained, 3, tmp_path, settings(16, sites=3), None, True)
+    ranks = run_ranks(train_run, 3, tmp_path, settings(16, sites=3), None, True)
     assert {rank["result"]["steps"] for rank in ranks} == {16}
     assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
 
@@ -275,79 +282,79 @@ def error(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch
     return (output - y).square().sum(), len(y)
 
 
-def evaluates(run: Run[Settings], step: Any, model: nn.Module) -> Any:
-    """The run's own figure, and the same of the mean of the sites' weights, by hand."""
+def compare_evaluation(run: Run[Settings], step: Any, model: nn.Module) -> Any:
+    """Return the metric of run.evaluate, and the metric of the mean weights by hand."""
     if step.number != 5:
         return None
     data = torch.utils.data.TensorDataset(*points())
     found = run.evaluate(model, data, error)["error"]
     assert isinstance(run.context.loop, LocalSGDLoop)
-    everybody = run.context.loop.sites.across.all_gather_object([p.tolist() for p in model.parameters()])
+    by_rank = run.context.loop.sites.across.all_gather_object([p.tolist() for p in model.parameters()])
     mean = build()
-    for p, *values in zip(mean.parameters(), *everybody, strict=True):
+    for p, *values in zip(mean.parameters(), *by_rank, strict=True):
         p.data.copy_(torch.tensor(values).mean(0))
     x, y = points()
-    unlike = everybody[0] != everybody[1]
+    unlike = by_rank[0] != by_rank[1]
     return unlike, found, (mean(x) - y).square().sum().item() / len(y)
 
 
-def test_an_evaluation_sees_the_mean_of_the_sites_and_leaves_them_as_they_are(tmp_path: Path) -> None:
-    (untold, *_) = run_ranks(trained, 2, tmp_path / "untold", STREAMING)
-    ranks = run_ranks(trained, 4, tmp_path / "told", STREAMING, {"at": evaluates})
+def test_evaluation_uses_the_mean_of_sites_and_does_not_change_them(tmp_path: Path) -> None:
+    (untold, *_) = run_ranks(train_run, 2, tmp_path / "untold", STREAMING)
+    ranks = run_ranks(train_run, 4, tmp_path / "run", STREAMING, {"at": compare_evaluation})
     for rank in ranks:
-        unlike, found, by_hand = rank["told"][5]
+        unlike, found, expected_metric = rank["results"][5]
         assert unlike
-        assert found == pytest.approx(by_hand, rel=1e-5)
+        assert found == pytest.approx(expected_metric, rel=1e-5)
     assert ranks[0]["result"]["weights_sha256"] == untold["result"]["weights_sha256"]
 
 
 # -- what goes wrong
 
 
-def breaks(run: Run[Settings], step: Any, model: nn.Module) -> None:
+def raise_on_one(run: Run[Settings], step: Any, model: nn.Module) -> None:
     if step.number == 5 and run.rank == 3:
         raise ValueError("site 1 is broken")
 
 
-def test_a_site_that_breaks_is_noticed_at_the_next_meeting(tmp_path: Path) -> None:
+def test_failed_site_is_reported_at_the_next_synchronization(tmp_path: Path) -> None:
     before = time.monotonic()
-    *others, broken = run_ranks(trained, 4, tmp_path, settings(), {"at": breaks})
+    *others, broken = run_ranks(train_run, 4, tmp_path, settings(), {"at": raise_on_one})
     assert broken == "ValueError: site 1 is broken\n"
     assert all("PeerLostError" in other for other in others), others
     assert "A meeting of the sites" in others[0]
     assert time.monotonic() - before < 40
 
 
-def only_one_looks(run: Run[Settings], step: Any, model: nn.Module) -> None:
+def evaluate_on_one(run: Run[Settings], step: Any, model: nn.Module) -> None:
     if step.number == 5 and run.rank == 1:
         run.evaluate(model, torch.utils.data.TensorDataset(*points()), error)
 
 
-def test_a_verb_that_only_one_site_calls_is_an_error_in_all(tmp_path: Path) -> None:
-    ranks = run_ranks(trained, 2, tmp_path, settings(), {"at": only_one_looks})
+def test_collective_on_only_one_site_raises_on_all(tmp_path: Path) -> None:
+    ranks = run_ranks(train_run, 2, tmp_path, settings(), {"at": evaluate_on_one})
     assert "Site 0 came to a step, which all 2 sites do together" in ranks[0]
     assert "Site 1 came to run.evaluate" in ranks[1]
     for rank in ranks:
         assert "site 0 at a step and site 1 at run.evaluate" in rank
 
 
-def overflows(run: Run[Settings], step: Any, model: nn.Module) -> None:
+def set_infinite(run: Run[Settings], step: Any, model: nn.Module) -> None:
     if step.number == 3 and run.rank == 1:
         with torch.no_grad():
             next(model.parameters()).fill_(float("inf"))
 
 
-def test_weights_that_are_not_finite_are_named_with_their_site(tmp_path: Path) -> None:
-    for rank in run_ranks(trained, 2, tmp_path, settings(), {"at": overflows}):
+def test_site_of_infinite_weights_is_named(tmp_path: Path) -> None:
+    for rank in run_ranks(train_run, 2, tmp_path, settings(), {"at": set_infinite}):
         assert "The sites met after step 3.\n  Site 1 of 2 has weights that are not finite." in rank
 
 
 def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:
-    for rank in run_ranks(trained, 2, tmp_path, settings(sync_every=9, num_fragments=5)):
+    for rank in run_ranks(train_run, 2, tmp_path, settings(sync_every=9, num_fragments=5)):
         assert "It has 4 parameters that train.\n  Next: --set local_sgd.num_fragments=4" in rank
 
 
-def test_an_epoch_whose_last_step_has_nothing_for_a_site_is_refused(tmp_path: Path) -> None:
-    for rank in run_ranks(trained, 2, tmp_path, replace(settings(), batch=19)):  # 96 = 5 * 19 + 1
+def test_epoch_with_an_empty_last_step_of_a_site_is_refused(tmp_path: Path) -> None:
+    for rank in run_ranks(train_run, 2, tmp_path, replace(settings(), batch=19)):  # 96 = 5 * 19 + 1
         assert "The last step of every epoch of 96 samples has 1 of them" in rank
         assert "--set batch=18" in rank

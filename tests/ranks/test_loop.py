@@ -1,4 +1,4 @@
-"""What the loop and its verbs do when they are used well: the same values on every process, whatever their number."""
+"""Correct use of the loop and of Run's methods: the same values on each process, for any number of processes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from unisono.train.step import Step
 SIZES = (1, 2, 3, 4)
 
 
-def skipping(run: Run[Any]) -> Any:
+def skip_micro_batches(run: Run[Any]) -> Any:
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         if (i % 2 == 0).all():
-            return  # as `continue` in a loop of one's own
+            return  # like `continue` in the user's loop
         whole(step, model, x, i)
 
     def after(step: Step, optimizer: Any) -> Any:
@@ -37,7 +37,7 @@ def skipping(run: Run[Any]) -> Any:
     return train(run, body, after)
 
 
-def weightless(run: Run[Any]) -> Any:
+def zero_weights(run: Run[Any]) -> Any:
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         counts = not (i % 2 == 0).all()
         step.backward(loss_of(model, x) * float(counts), weight=torch.tensor(len(i) * counts))
@@ -50,7 +50,7 @@ def weightless(run: Run[Any]) -> Any:
 
 
 def sums(run: Run[Any]) -> Any:
-    """`all` is added by everybody, `some` by who has a 7 or an 8, `bare` with the weight that is 1 unless said."""
+    """Add `all` on each process, `some` for the samples 7 and 8, and `bare` with the default weight of 1."""
 
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         step.add("all", i.sum(), len(i))
@@ -73,15 +73,15 @@ def has_some(step: Step) -> bool:
     return any({7, 8} & set(batch) for rank in range(4) for batch in order.micro_batches(step.number, rank))
 
 
-def facts(run: Run[Any]) -> Any:
+def step_facts(run: Run[Any]) -> Any:
     def after(step: Step, optimizer: Any) -> Any:
         norm = step.grad_norm
         grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
         assert norm == pytest.approx(float(torch.nn.utils.get_total_norm(grads)), rel=1e-6)
         step.update(optimizer)
         assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-        number, asked = step.number, (step.every(2), step.every(7), step.ends_epoch)
-        return number, step.epoch, step.samples, step.loss, norm, step.skipped, *asked
+        number, requested = step.number, (step.every(2), step.every(7), step.ends_epoch)
+        return number, step.epoch, step.samples, step.loss, norm, step.skipped, *requested
 
     return train(run, after=after)
 
@@ -112,7 +112,7 @@ class Tied(nn.Module):
 
 
 def tied(run: Run[Any]) -> Any:
-    """The step's gradient is that of the whole batch at once, to rounding, with both uses of the weight in it."""
+    """Check that the gradient of a tied weight is that of the whole batch, up to rounding."""
     data, model = Numbers(), Tied()
 
     def after(step: Step, optimizer: Any) -> Any:
@@ -128,9 +128,9 @@ def tied(run: Run[Any]) -> Any:
     return train(run, after=after, build=lambda: model)
 
 
-def thawing(run: Run[Any]) -> Any:
-    """The weight is frozen up to step 1, and the bias from then on: who is frozen neither moves nor has a gradient."""
-    told = []
+def freeze_and_unfreeze(run: Run[Any]) -> Any:
+    """Freeze the weight up to step 1, and the bias after it. Frozen parameters do not change and have no gradient."""
+    results = []
     model = run.place(linear)
     weight, bias = model.get_parameter("weight"), model.get_parameter("bias")
     optimizer = sgd(model)
@@ -145,11 +145,11 @@ def thawing(run: Run[Any]) -> Any:
             whole(step, model, x, i)
         given = [p.grad is not None for p in (weight, bias)]
         step.update(optimizer)
-        told.append((step.loss, given, [bool((a != b).any()) for a, b in zip(before, (weight, bias), strict=True)]))
-    return [*told, run.context.state.fingerprint()]
+        results.append((step.loss, given, [bool((a != b).any()) for a, b in zip(before, (weight, bias), strict=True)]))
+    return [*results, run.context.state.fingerprint()]
 
 
-def scheduled(run: Run[Any]) -> Any:
+def with_schedules(run: Run[Any]) -> Any:
     model = run.place(linear)
     optimizer = sgd(model)
     schedules = StepLR(optimizer, 1, 0.5), StepLR(optimizer, 2, 0.1)
@@ -159,12 +159,12 @@ def scheduled(run: Run[Any]) -> Any:
         for x, i in step:
             whole(step, model, x, i)
         rates.append(optimizer.param_groups[0]["lr"])
-        step.update(*schedules, optimizer)  # in whatever order they are given, optimizers come first
+        step.update(*schedules, optimizer)  # in any order: optimizers are stepped first
     return rates
 
 
-def stopped_in(where: str) -> Loop:
-    """One process alone asks, during or after the rounds of step 1."""
+def stop_in(where: str) -> Loop:
+    """Call run.stop() on one process, during or after the micro-batches of step 1."""
 
     def loop(run: Run[Any]) -> Any:
         model = run.place(linear)
@@ -184,8 +184,8 @@ def stopped_in(where: str) -> Loop:
     return loop
 
 
-def first(run: Run[Any]) -> Any:
-    """Who comes first fetches; the others find it there."""
+def use_first(run: Run[Any]) -> Any:
+    """Download on the first process; the others find the file."""
     file = run.dir / "fetched once"
     with run.first():
         found = file.exists()
@@ -194,7 +194,7 @@ def first(run: Run[Any]) -> Any:
     return found == (run.rank > 0)
 
 
-def logged(run: Run[Any]) -> Any:
+def log_values(run: Run[Any]) -> Any:
     def after(step: Step, optimizer: Any) -> None:
         step.update(optimizer)
         run.log({"a": step.number}, tensor=torch.tensor(0.5), small=np.float32(0.25), word="ü", nothing=None)
@@ -209,17 +209,17 @@ def logged(run: Run[Any]) -> Any:
     return lines[-1]["log"], {name: run_result(run)[name] for name in names}
 
 
-class Growing(nn.Sequential):
-    """Linear layers, each with a number of a kind of its own."""
+class GrowingModel(nn.Sequential):
+    """Linear layers, and a buffer of type int16."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 3))
-        self.register_buffer("shorts", torch.arange(3, dtype=torch.int16))  # what gloo cannot send as it is
+        self.register_buffer("shorts", torch.arange(3, dtype=torch.int16))  # gloo does not support int16
         self.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
 
 
-def growing(run: Run[Any]) -> Any:
-    """After step 1 the model gets a layer more, whose weights are not the same everywhere until they are shared."""
+def grow_model(run: Run[Any]) -> Any:
+    """Add a layer after step 1, whose weights differ among processes until they are synchronized."""
 
     def after(step: Step, optimizer: Any) -> None:
         step.update(optimizer)
@@ -232,30 +232,30 @@ def growing(run: Run[Any]) -> Any:
     models: list[Any] = []
 
     def build() -> nn.Module:
-        models.append(Growing())
+        models.append(GrowingModel())
         return models[0]
 
-    told = train(run, after=after, build=build)
+    results = train(run, after=after, build=build)
     assert float(models[0][1].weight.detach().abs().sum()) > 0
-    return told
+    return results
 
 
 LOOPS: dict[str, tuple[Loop, Settings]] = {
-    "growing": (growing, replace(SETTINGS, steps=5)),
-    "skipping": (skipping, SETTINGS),
-    "weightless": (weightless, SETTINGS),
+    "growing": (grow_model, replace(SETTINGS, steps=5)),
+    "skipping": (skip_micro_batches, SETTINGS),
+    "weightless": (zero_weights, SETTINGS),
     "sums": (sums, SETTINGS),
-    "facts": (facts, replace(SETTINGS, steps=5)),
+    "facts": (step_facts, replace(SETTINGS, steps=5)),
     "clipped by the setting": (clipped_by(lambda step, o: step.update(o)), replace(SETTINGS, clip=0.3)),
     "clipped by argument": (clipped_by(lambda step, o: step.update(o, clip=0.3)), replace(SETTINGS, clip=9.0)),
     "clipped by hand": (clipped_by(clip_by_hand), replace(SETTINGS, clip=1e-9)),
     "tied": (tied, SETTINGS),
-    "thawing": (thawing, SETTINGS),
-    "scheduled": (scheduled, replace(SETTINGS, steps=5)),
-    "stopped in a round": (stopped_in("round"), SETTINGS),
-    "stopped at the end": (stopped_in("end"), replace(SETTINGS, steps=6)),
-    "first": (first, SETTINGS),
-    "logged": (logged, SETTINGS),
+    "thawing": (freeze_and_unfreeze, SETTINGS),
+    "scheduled": (with_schedules, replace(SETTINGS, steps=5)),
+    "stopped in a round": (stop_in("round"), SETTINGS),
+    "stopped at the end": (stop_in("end"), replace(SETTINGS, steps=6)),
+    "first": (use_first, SETTINGS),
+    "logged": (log_values, SETTINGS),
 }
 
 
@@ -263,7 +263,7 @@ LOOPS: dict[str, tuple[Loop, Settings]] = {
 
 
 def powers(out: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A bit for each sample: the sum tells which were seen, and how often."""
+    """Return a power of two per sample: the sum shows which samples were used, and how often."""
     return (2.0 ** i.double()).sum(), len(i)
 
 
@@ -273,15 +273,15 @@ def errors(out: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> dict[str, Any
 
 
 class Noisy(Numbers):
-    """Fetching draws a number: the same for the same sample of an evaluation, whoever fetches it."""
+    """Adds random noise, which is the same for a sample of an evaluation on any process."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         x, i = super().__getitem__(i)
         return x + torch.rand(3), i
 
 
-class Parts(nn.Module):
-    """One part drops out in training, one is in eval mode for good."""
+class MixedModes(nn.Module):
+    """A module with dropout, and one that is always in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,12 +295,12 @@ class Parts(nn.Module):
         return out
 
 
-def evaluated_by_a_worker(run: Run[Any]) -> Any:
-    return run.evaluate(run.place(Parts), Noisy(13), errors)
+def evaluate_in_worker(run: Run[Any]) -> Any:
+    return run.evaluate(run.place(MixedModes), Noisy(13), errors)
 
 
-def evaluated(run: Run[Any]) -> Any:
-    model = run.place(Parts)
+def evaluate_models(run: Run[Any]) -> Any:
+    model = run.place(MixedModes)
     torch.manual_seed(7)
     values: list[Any] = [run.evaluate(model, Numbers(n), powers)["powers"] for n in (1, 2, 13, 20)]
     values += [run.evaluate(model, Noisy(13), errors)]
@@ -310,33 +310,33 @@ def evaluated(run: Run[Any]) -> Any:
 
 
 WORKERS = replace(SETTINGS, loader=LoaderSettings(workers=1))
-LOOPS |= {"evaluated": (evaluated, SETTINGS), "evaluated by a worker": (evaluated_by_a_worker, WORKERS)}
+LOOPS |= {"evaluated": (evaluate_models, SETTINGS), "evaluated by a worker": (evaluate_in_worker, WORKERS)}
 
 
-def run_them_all(world: World, folder: str) -> dict[str, Any]:
+def run_all(world: World, folder: str) -> dict[str, Any]:
     return {name: attempt(world, Path(folder, name), loop, config) for name, (loop, config) in LOOPS.items()}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each loop told on every process of 1, of 2, of 3 and of 4."""
-    return [told for size in SIZES for told in run_ranks(run_them_all, size, str(tmp_path_factory.mktemp("loops")))]
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the results of each loop on all processes of runs on 1 to 4 processes."""
+    return [results for size in SIZES for results in run_ranks(run_all, size, str(tmp_path_factory.mktemp("loops")))]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_loop_tells_the_same_on_every_process_of_any_number(told: list[dict[str, Any]], loop: str) -> None:
-    first, *others = [each[loop] for each in told]
+def test_results_are_equal_on_any_number_of_processes(results: list[dict[str, Any]], loop: str) -> None:
+    first, *others = [each[loop] for each in results]
     assert not isinstance(first, str), first
     assert others == [first] * (sum(SIZES) - 1)
 
 
-def test_a_round_without_backward_weighs_nothing(told: list[dict[str, Any]]) -> None:
-    assert told[0]["skipping"] == told[0]["weightless"]
-    assert sum(weight for _, weight in told[0]["skipping"][:3]) < 20
+def test_micro_batch_without_backward_has_weight_zero(results: list[dict[str, Any]]) -> None:
+    assert results[0]["skipping"] == results[0]["weightless"]
+    assert sum(weight for _, weight in results[0]["skipping"][:3]) < 20
 
 
-def test_sums_of_ones_own_are_exact(told: list[dict[str, Any]]) -> None:
-    steps = told[0]["sums"][:3]
+def test_step_add_is_exact(results: list[dict[str, Any]]) -> None:
+    steps = results[0]["sums"][:3]
     assert sum(step["all"][0] for step in steps) == sum(range(20))
     assert any("some" in step for step in steps)
     for step in steps:
@@ -346,61 +346,61 @@ def test_sums_of_ones_own_are_exact(told: list[dict[str, Any]]) -> None:
             assert one == 1.0
 
 
-def test_the_facts_of_a_step(told: list[dict[str, Any]]) -> None:
-    steps = told[0]["facts"][:5]
+def test_attributes_of_a_step(results: list[dict[str, Any]]) -> None:
+    steps = results[0]["facts"][:5]
     assert [step[:3] for step in steps] == [(0, 0, 8), (1, 0, 8), (2, 0, 4), (3, 1, 8), (4, 1, 8)]
     assert [step[5:] for step in steps] == [
         (False, False, False, False),
         (False, True, False, False),
         (False, False, False, True),
         (False, True, False, False),
-        (False, True, True, True),  # the last one is always an occasion
+        (False, True, True, True),  # true in the last step
     ]
 
 
-def test_clipping_is_torchs(told: list[dict[str, Any]]) -> None:
-    ours, by_hand = told[0]["clipped by the setting"], told[0]["clipped by hand"]
-    assert ours == told[0]["clipped by argument"]
+def test_clipping_matches_torch(results: list[dict[str, Any]]) -> None:
+    ours, by_hand = results[0]["clipped by the setting"], results[0]["clipped by hand"]
+    assert ours == results[0]["clipped by argument"]
     for pair, theirs in zip(
         ours[:-1], by_hand[:-1], strict=True
-    ):  # the norm is made of rows here (train/optimization/grad_norm.py)
+    ):  # this norm is a sum over rows (train/optimization/grad_norm.py)
         assert pair == pytest.approx(theirs, rel=1e-6)
-    assert ours != told[0]["facts"]
+    assert ours != results[0]["facts"]
 
 
-def test_what_is_frozen_rests_and_what_thaws_moves(told: list[dict[str, Any]]) -> None:
-    given, moved = zip(*(step[1:] for step in told[0]["thawing"][:3]), strict=True)
+def test_frozen_and_unfrozen_parameters(results: list[dict[str, Any]]) -> None:
+    given, moved = zip(*(step[1:] for step in results[0]["thawing"][:3]), strict=True)
     assert given == ([False, True], [True, False], [True, False])
     assert moved == ([False, True], [True, False], [True, False])
 
 
-def test_a_schedule_is_stepped_once_a_step(told: list[dict[str, Any]]) -> None:
-    assert told[0]["scheduled"] == pytest.approx([0.05, 0.025, 0.00125, 0.000625, 0.00003125])
+def test_schedule_is_stepped_once_per_step(results: list[dict[str, Any]]) -> None:
+    assert results[0]["scheduled"] == pytest.approx([0.05, 0.025, 0.00125, 0.000625, 0.00003125])
 
 
-def test_one_process_may_end_the_run_for_all(told: list[dict[str, Any]]) -> None:
-    assert told[0]["stopped in a round"] == (2, True, 16, ["step-00000002"])
-    assert told[0]["stopped at the end"] == (3, True, 20, ["step-00000003"])
+def test_stop_on_one_process_stops_all(results: list[dict[str, Any]]) -> None:
+    assert results[0]["stopped in a round"] == (2, True, 16, ["step-00000002"])
+    assert results[0]["stopped at the end"] == (3, True, 20, ["step-00000003"])
 
 
-def test_one_process_of_a_host_comes_first(told: list[dict[str, Any]]) -> None:
-    assert all(each["first"] for each in told)
+def test_run_first_orders_processes(results: list[dict[str, Any]]) -> None:
+    assert all(each["first"] for each in results)
 
 
-def test_what_is_logged_arrives(told: list[dict[str, Any]]) -> None:
-    line, result = told[0]["logged"]
+def test_logged_values_are_in_the_result(results: list[dict[str, Any]]) -> None:
+    line, result = results[0]["logged"]
     assert {"a": 2, "tensor": 0.5, "small": 0.25, "word": "ü", "nothing": None}.items() <= line.items()
     assert {"a": 2, "tensor": 0.5, "small": 0.25, "word": "ü"}.items() <= result.items()
     assert result["again"] == result["loss"]
 
 
-def test_an_evaluation_sees_every_sample_once(told: list[dict[str, Any]]) -> None:
-    values, modes, _ = told[0]["evaluated"]
+def test_evaluation_uses_each_sample_once(results: list[dict[str, Any]]) -> None:
+    values, modes, _ = results[0]["evaluated"]
     assert values[:4] == [(2**n - 1) / n for n in (1, 2, 13, 20)]
     assert values[4].keys() == {"square", "count", "rare"}
-    assert values[4]["count"] == 13 / 7  # seven micro-batches of two, the last of one
+    assert values[4]["count"] == 13 / 7  # six micro-batches of two samples and one of one
     assert values[5]["square"] == pytest.approx(4 * values[4]["square"])
     assert modes == {"": True, "linear": True, "drop": True, "backbone": False}
-    assert told[0]["evaluated by a worker"] == values[4]
+    assert results[0]["evaluated by a worker"] == values[4]
     torch.manual_seed(7)
-    assert told[0]["evaluated"][2] == torch.rand(1).item()
+    assert results[0]["evaluated"][2] == torch.rand(1).item()

@@ -1,4 +1,4 @@
-"""The contract of the loop (docs/guide/loop.md): a breach is the same error on every process."""
+"""The contract of the loop (docs/guide/loop.md): each breach raises the same error on all processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LongStream(Stream):
 
 
 class Renormed(nn.Module):
-    """A forward that changes a parameter: torch renorms the rows it looks up."""
+    """A forward pass that changes a parameter: an embedding with max_norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ def zero_on_one(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) 
     whole(step, model, x, i)
 
 
-def halve(p: torch.Tensor) -> None:
+def halve_grad(p: torch.Tensor) -> None:
     assert p.grad is not None
     p.grad.mul_(0.5)
 
 
 def hook_in_a_round(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
-    handle = next(model.parameters()).register_post_accumulate_grad_hook(halve)
+    handle = next(model.parameters()).register_post_accumulate_grad_hook(halve_grad)
     whole(step, model, x, i)
     handle.remove()
 
@@ -104,23 +104,23 @@ def waiting() -> nn.Module:
     return nn.SyncBatchNorm.convert_sync_batchnorm(normed())
 
 
-def rounds(body: Round, **more: Any) -> Loop:
-    """The loop with another body of its rounds."""
+def with_body(body: Round, **more: Any) -> Loop:
+    """Return the loop with another body for micro-batches."""
     return lambda run: train(run, body, **more)
 
 
-def ends(after: Callable[[Step, Any], Any], **more: Any) -> Loop:
-    """The loop with another end of its steps."""
+def with_end(after: Callable[[Step, Any], Any], **more: Any) -> Loop:
+    """Return the loop with another end of each step."""
     return lambda run: train(run, after=after, **more)
 
 
-def losses(loss: Callable[[nn.Module, torch.Tensor], Any], weight: Any = 1) -> Loop:
-    """The loop with another loss."""
-    return rounds(lambda step, model, x, i: step.backward(loss(model, x), weight=weight))
+def with_loss(loss: Callable[[nn.Module, torch.Tensor], Any], weight: Any = 1) -> Loop:
+    """Return the loop with another loss."""
+    return with_body(lambda step, model, x, i: step.backward(loss(model, x), weight=weight))
 
 
-def walks(walk: Callable[[Step, nn.Module, Any], Any]) -> Loop:
-    """The loop whose steps do something else than walk over the rounds and update."""
+def with_step(walk: Callable[[Step, nn.Module, Any], Any]) -> Loop:
+    """Return the loop with another body for steps."""
 
     def loop(run: Run[Any]) -> None:
         model = run.place(linear)
@@ -132,15 +132,15 @@ def walks(walk: Callable[[Step, nn.Module, Any], Any]) -> Loop:
     return loop
 
 
-def over(how: Callable[[Step], Any]) -> Loop:
-    """The loop that does not walk over its step, but over what it makes of it."""
+def with_iterator(how: Callable[[Step], Any]) -> Loop:
+    """Return the loop that iterates over a transformed step."""
 
     def walk(step: Step, model: nn.Module, optimizer: Any) -> None:
         for x, i in how(step):
             whole(step, model, x, i)
         step.update(optimizer)
 
-    return walks(walk)
+    return with_step(walk)
 
 
 def leave(step: Step, model: nn.Module, optimizer: Any) -> None:
@@ -155,7 +155,7 @@ def leave_and_update(step: Step, model: nn.Module, optimizer: Any) -> None:
 
 
 def hold(step: Step, model: nn.Module, optimizer: Any) -> None:
-    """A round whose iterator is kept."""
+    """Keep the iterator of a step."""
     optimizer.kept = iter(step)
     whole(step, model, *next(optimizer.kept))
 
@@ -176,7 +176,7 @@ def twice(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> Non
     whole(step, model, x, i)
 
 
-def early(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def update_early(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     whole(step, model, x, i)
     step.update()
 
@@ -196,7 +196,7 @@ def steps_twice(run: Run[Any]) -> None:
     run.steps(Numbers())
 
 
-def another_s(model: nn.Module) -> Any:
+def optimizer_of_another_model(model: nn.Module) -> Any:
     other = nn.Linear(7, 7, bias=False)
     return torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
 
@@ -230,13 +230,13 @@ def nan_loss(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> 
 
 
 def nan_gradient(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
-    """sqrt has an infinite slope at 0, and there is 0 * inf behind it: all is finite forward, and not backward."""
+    """Return a finite loss with an infinite gradient: the derivative of sqrt at 0."""
     bad = torch.sqrt((model.get_parameter("weight") * 0.0).sum()) if 11 in i else 0.0
     step.backward(loss_of(model, x) + bad, weight=len(i))
 
 
 def replaced_by_nan(step: Step, optimizer: Any) -> None:
-    """The gradient is the user's to change after the rounds; also what they put there is looked at."""
+    """Set a gradient to NaN between the micro-batches and the update, where users may change gradients."""
     p = optimizer.param_groups[0]["params"][0]
     p.grad = p.grad * torch.nan
     step.update(optimizer)
@@ -256,7 +256,7 @@ def measured(measure: Callable[..., Any], data: Any = None) -> Loop:
 
 
 class Breach(NamedTuple):
-    """A loop that breaks the contract, and the words that it must end in."""
+    """A loop that breaks the contract, and a part of its error message."""
 
     loop: Loop
     words: str
@@ -273,7 +273,7 @@ def not_placed(run: Run[Any]) -> None:
 ONE = replace(SETTINGS, virtual_ranks=1)
 MEAN = "a loss that is a mean.*use reduction=.*mean=True"
 BREACHES = {
-    # what the run is given
+    # arguments of the run
     "no samples": Breach(
         lambda run: train(run, data=[]), "DataError: The training set has no samples.*length of the list is 0"
     ),
@@ -285,43 +285,47 @@ BREACHES = {
     "a generator": Breach(lambda run: train(run, data=iter([])), "DataError: .* list_iterator.*lacks __len__"),
     "nothing trains": Breach(lambda run: train(run, make=frozen), "none of their parameters needs a gradient"),
     "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
-    "another's parameters": Breach(lambda run: train(run, make=another_s), r"1 of its .* shape \(7, 7\).*run\.place"),
+    "another's parameters": Breach(
+        lambda run: train(run, make=optimizer_of_another_model), r"1 of its .* shape \(7, 7\).*run\.place"
+    ),
     "a closure": Breach(lambda run: train(run, make=lbfgs), "LBFGS.*no closure"),
     "16 bits in torch's fused SGD": Breach(fused_half, r"SGD\(fused=True\).*bfloat16.*fused=False"),
-    "a plateau": Breach(ends(plateau), "ReduceLROnPlateau.*schedule.step"),
+    "a plateau": Breach(with_end(plateau), "ReduceLROnPlateau.*schedule.step"),
     "a sparse optimizer": Breach(lambda run: train(run, make=sparse_adam), "SparseAdam.*of 4 virtual ranks.*AdamW"),
     "a lazy model": Breach(lambda run: train(run, build=lazy), r"2 of its .* no shape yet \(the first is 0.weight"),
     "steps twice": Breach(steps_twice, "run.steps was called twice.*epochs=3"),
     # losses and gradients
-    "cross entropy's mean": Breach(losses(mean_entropy), MEAN),
-    "a mean of squares": Breach(losses(lambda m, x: F.mse_loss(m(x), x[:, :2])), MEAN),
-    "a mean": Breach(losses(lambda m, x: m(x).mean()), MEAN),
-    "minus a mean": Breach(losses(lambda m, x: -m(x).mean()), MEAN),
-    "a mean in a sum": Breach(losses(lambda m, x: 0.1 * m(x).pow(2).sum() + (m(x).mean() + m(x).sum())), MEAN),
-    "no graph": Breach(losses(lambda m, x: m(x).sum().detach()), r"without a graph.*torch\.no_grad"),
-    "not one number": Breach(losses(lambda m, x: m(x).sum(1)), r"not one number.*\(2,\).*loss\.sum\(\)"),
-    "no tensor": Breach(losses(lambda m, x: 0.5), "not one number.*It is float"),
-    "no weight": Breach(losses(loss_of, 0), "total weight of its 8 samples .* is 0.*above 0"),
-    "no backward": Breach(rounds(lambda *_: None), "is 0, since no round called step.backward"),
-    "a loss of NaN": Breach(rounds(nan_loss), "Step [012] has a loss of nan.*virtual rank"),
-    "a gradient of NaN": Breach(rounds(nan_gradient), r"not finite, with a loss of \d.*weight of shape \(2, 3\)"),
-    "a gradient replaced": Breach(ends(replaced_by_nan), "Step 0 has a gradient that is not finite.*weight"),
-    "a gradient set": Breach(ends(set_to_inf), "Step 0 has a gradient that is not finite.*weight.* 3 such"),
-    # the rounds
-    "break": Breach(walks(leave), "Step 0 was left with break.*use continue"),
-    "break, then update": Breach(walks(leave_and_update), "Step 0 was left with break.*use continue"),
-    "some rounds": Breach(walks(hold), "Step 0 was left with break.*use continue"),
-    "list": Breach(over(list), "Step 0 was turned into a list"),
-    "tuple": Breach(over(tuple), "Step 0 was turned into a list"),
-    "a star": Breach(over(lambda step: [*step]), "Step 0 was turned into a list"),
-    "a comprehension": Breach(over(lambda step: [batch for batch in step]), "no round called step.backward"),  # noqa: C416
-    "the rounds twice": Breach(walks(walk_twice), "Step 0 was iterated over twice"),
-    "the rounds side by side": Breach(walks(walk_side_by_side), "Step 0 was iterated over twice"),
-    "backward twice": Breach(rounds(twice), "Step 0 got a second backward in one round"),
-    "backward before": Breach(walks(lambda s, m, o: s.backward(m(torch.ones(3)).sum(), 1)), "backward outside of its"),
-    "backward after": Breach(ends(lambda s, o: s.backward(torch.ones(()), 1)), "backward outside of its rounds"),
-    "add after": Breach(ends(lambda s, o: s.add("x", 1)), "Step 0 was asked to add 'x' outside of its rounds"),
-    "add by a taken name": Breach(rounds(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
+    "cross entropy's mean": Breach(with_loss(mean_entropy), MEAN),
+    "a mean of squares": Breach(with_loss(lambda m, x: F.mse_loss(m(x), x[:, :2])), MEAN),
+    "a mean": Breach(with_loss(lambda m, x: m(x).mean()), MEAN),
+    "minus a mean": Breach(with_loss(lambda m, x: -m(x).mean()), MEAN),
+    "a mean in a sum": Breach(with_loss(lambda m, x: 0.1 * m(x).pow(2).sum() + (m(x).mean() + m(x).sum())), MEAN),
+    "no graph": Breach(with_loss(lambda m, x: m(x).sum().detach()), r"without a graph.*torch\.no_grad"),
+    "not one number": Breach(with_loss(lambda m, x: m(x).sum(1)), r"not one number.*\(2,\).*loss\.sum\(\)"),
+    "no tensor": Breach(with_loss(lambda m, x: 0.5), "not one number.*It is float"),
+    "no weight": Breach(with_loss(loss_of, 0), "total weight of its 8 samples .* is 0.*above 0"),
+    "no backward": Breach(with_body(lambda *_: None), "is 0, since no round called step.backward"),
+    "a loss of NaN": Breach(with_body(nan_loss), "Step [012] has a loss of nan.*virtual rank"),
+    "a gradient of NaN": Breach(with_body(nan_gradient), r"not finite, with a loss of \d.*weight of shape \(2, 3\)"),
+    "a gradient replaced": Breach(with_end(replaced_by_nan), "Step 0 has a gradient that is not finite.*weight"),
+    "a gradient set": Breach(with_end(set_to_inf), "Step 0 has a gradient that is not finite.*weight.* 3 such"),
+    # micro-batches
+    "break": Breach(with_step(leave), "Step 0 was left with break.*use continue"),
+    "break, then update": Breach(with_step(leave_and_update), "Step 0 was left with break.*use continue"),
+    "some rounds": Breach(with_step(hold), "Step 0 was left with break.*use continue"),
+    "list": Breach(with_iterator(list), "Step 0 was turned into a list"),
+    "tuple": Breach(with_iterator(tuple), "Step 0 was turned into a list"),
+    "a star": Breach(with_iterator(lambda step: [*step]), "Step 0 was turned into a list"),
+    "a comprehension": Breach(with_iterator(lambda step: [batch for batch in step]), "no round called step.backward"),  # noqa: C416
+    "the rounds twice": Breach(with_step(walk_twice), "Step 0 was iterated over twice"),
+    "the rounds side by side": Breach(with_step(walk_side_by_side), "Step 0 was iterated over twice"),
+    "backward twice": Breach(with_body(twice), "Step 0 got a second backward in one round"),
+    "backward before": Breach(
+        with_step(lambda s, m, o: s.backward(m(torch.ones(3)).sum(), 1)), "backward outside of its"
+    ),
+    "backward after": Breach(with_end(lambda s, o: s.backward(torch.ones(()), 1)), "backward outside of its rounds"),
+    "add after": Breach(with_end(lambda s, o: s.add("x", 1)), "Step 0 was asked to add 'x' outside of its rounds"),
+    "add by a taken name": Breach(with_body(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
     "a batch norm over one sample": Breach(
         lambda run: train(run, build=normed),
         r"^unisono\.errors\.LoopError: The batch norm 1 of Sequential .*the last step of every epoch .*--set batch=10",
@@ -330,61 +334,59 @@ BREACHES = {
         lambda run: train(run, build=waiting), r"Its 1 is a SyncBatchNorm.*nn\.BatchNorm"
     ),
     "a forward that renorms": Breach(lambda run: train(run, build=Renormed), r"parameter rows\.weight of shape \(20"),
-    "clipping in a round": Breach(rounds(clip_in_a_round), "changed between two micro-batches.*clip=1.0"),
-    "a gradient replaced in a round": Breach(rounds(replace_in_a_round), "changed between two micro-batches"),
-    "zeroes in a round": Breach(rounds(zero_in_a_round), "changed between two micro-batches.*set_to_none=False"),
-    "zeroes on one process": Breach(rounds(zero_on_one), "changed between two micro-batches"),
+    "clipping in a round": Breach(with_body(clip_in_a_round), "changed between two micro-batches.*clip=1.0"),
+    "a gradient replaced in a round": Breach(with_body(replace_in_a_round), "changed between two micro-batches"),
+    "zeroes in a round": Breach(with_body(zero_in_a_round), "changed between two micro-batches.*set_to_none=False"),
+    "zeroes on one process": Breach(with_body(zero_on_one), "changed between two micro-batches"),
     "a hook after accumulation": Breach(lambda run: train(run, build=hooked), "weight of shape .* has a hook"),
-    "a hook in a round": Breach(rounds(hook_in_a_round), "changed between two micro-batches.*a hook"),
-    # after the rounds
-    "update twice": Breach(ends(update_twice), "Step 0 was updated twice.*one step.update"),
-    "update in a round": Breach(rounds(early), "Step 0 was updated too early"),
-    "update alone": Breach(walks(lambda s, m, o: s.update(o)), "Step 0 was updated without its rounds"),
-    "no update": Breach(ends(lambda s, o: 0), "Step 0 ended without an update"),
-    "nothing at all": Breach(walks(lambda s, m, o: 0), "Step 0 was skipped.*for batch in step"),
-    "the loss too early": Breach(rounds(lambda s, *_: s.loss), "Step 0 was asked for its loss"),
-    "a name nobody added": Breach(ends(lambda s, o: s.mean("hits")), "'hits'.*What was added is: loss"),
-    "the norm too late": Breach(ends(norm_late), "Step 0 was asked for grad_norm.*ask between"),
+    "a hook in a round": Breach(with_body(hook_in_a_round), "changed between two micro-batches.*a hook"),
+    # after the micro-batches
+    "update twice": Breach(with_end(update_twice), "Step 0 was updated twice.*one step.update"),
+    "update in a round": Breach(with_body(update_early), "Step 0 was updated too early"),
+    "update alone": Breach(with_step(lambda s, m, o: s.update(o)), "Step 0 was updated without its rounds"),
+    "no update": Breach(with_end(lambda s, o: 0), "Step 0 ended without an update"),
+    "nothing at all": Breach(with_step(lambda s, m, o: 0), "Step 0 was skipped.*for batch in step"),
+    "the loss too early": Breach(with_body(lambda s, *_: s.loss), "Step 0 was asked for its loss"),
+    "a name nobody added": Breach(with_end(lambda s, o: s.mean("hits")), "'hits'.*What was added is: loss"),
+    "the norm too late": Breach(with_end(norm_late), "Step 0 was asked for grad_norm.*ask between"),
     # evaluation
     "measured as one number": Breach(measured(lambda out, x, i: out.sum()), r"returned Tensor.*return \(sum, weight\)"),
     "measured in a dict": Breach(measured(lambda out, x, i: {"hits": 3}), r"returned int for 'hits'.*return \(sum"),
     "measured without weight": Breach(measured(lambda out, x, i: (out.sum(), 0)), "of 10 micro-batches is 0"),
     "nothing to measure": Breach(measured(lambda *_: (0, 0), []), "data set of run.evaluate has no samples"),
-    # one virtual rank on one process takes another way through the engine, with the same contract
-    "alone: a loss of NaN": Breach(rounds(nan_loss), "Step [012] has a loss of nan", ONE),
-    "alone: a gradient of NaN": Breach(rounds(nan_gradient), "weight of shape", ONE),
-    "alone: a gradient replaced": Breach(ends(replaced_by_nan), "weight of shape", ONE),
-    "alone: a gradient set": Breach(ends(set_to_inf), "weight of shape", ONE),
-    "alone: no backward": Breach(rounds(lambda *_: None), "no round called step.backward", ONE),
-    "alone: only an add": Breach(rounds(lambda s, *_: s.add("x", 1)), "no round called", ONE),
-    "alone: break": Breach(walks(leave), "Step 0 was left with break", ONE),
+    # one virtual rank on one process uses another code path with the same contract
+    "alone: a loss of NaN": Breach(with_body(nan_loss), "Step [012] has a loss of nan", ONE),
+    "alone: a gradient of NaN": Breach(with_body(nan_gradient), "weight of shape", ONE),
+    "alone: a gradient replaced": Breach(with_end(replaced_by_nan), "weight of shape", ONE),
+    "alone: a gradient set": Breach(with_end(set_to_inf), "weight of shape", ONE),
+    "alone: no backward": Breach(with_body(lambda *_: None), "no round called step.backward", ONE),
+    "alone: only an add": Breach(with_body(lambda s, *_: s.add("x", 1)), "no round called", ONE),
+    "alone: break": Breach(with_step(leave), "Step 0 was left with break", ONE),
 }
 
 
-def wherever(end: Any, folder: str) -> Any:
-    """How it ended, wherever its run directory was."""
+def without_folder(end: Any, folder: str) -> Any:
+    """Return a result without the path of its run directory."""
     return end.replace(folder, "") if isinstance(end, str) else end
 
 
-def break_everything(world: World, folder: str) -> dict[str, Any]:
+def run_breaches(world: World, folder: str) -> dict[str, Any]:
     return {
-        name: wherever(attempt(world, Path(folder, name), breach.loop, breach.settings), folder)
+        name: without_folder(attempt(world, Path(folder, name), breach.loop, breach.settings), folder)
         for name, breach in BREACHES.items()
         if world.size <= breach.settings.virtual_ranks
     }
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """How each breach ended on every process of 1 and of 2. One group a breach, all in the same few processes."""
-    return [
-        end for size in (1, 2) for end in run_ranks(break_everything, size, str(tmp_path_factory.mktemp("breaches")))
-    ]
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return the result of each breach on one process and on two. Each breach has its own process group."""
+    return [end for size in (1, 2) for end in run_ranks(run_breaches, size, str(tmp_path_factory.mktemp("breaches")))]
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-def test_a_breach_ends_in_the_same_words_everywhere(endings: list[dict[str, Any]], breach: str) -> None:
-    first, *others = [end[breach] for end in endings if breach in end]
+def test_breach_raises_the_same_error_on_all_processes(results: list[dict[str, Any]], breach: str) -> None:
+    first, *others = [end[breach] for end in results if breach in end]
     assert isinstance(first, str), f"it went on, and returned {first}"
     assert re.search(BREACHES[breach].words, first, re.DOTALL), first
     assert re.match(r"unisono\.errors\.(LoopError|DataError): ", first), first
@@ -392,7 +394,7 @@ def test_a_breach_ends_in_the_same_words_everywhere(endings: list[dict[str, Any]
     assert others == [first] * len(others)
 
 
-def test_the_samples_behind_a_nan_are_named(endings: list[dict[str, Any]]) -> None:
+def test_samples_with_nan_are_named(results: list[dict[str, Any]]) -> None:
     order = BatchOrder(length=20, batch=8, virtual_ranks=4, seed=2)
     (step, rank, samples), = (
         (step, rank, samples)
@@ -402,7 +404,7 @@ def test_the_samples_behind_a_nan_are_named(endings: list[dict[str, Any]]) -> No
         if 5 in samples
     )  # fmt: skip
     words = f"Step {step} has a loss of nan.\n  It comes from virtual rank {rank} of 4 (samples {str(samples)[1:-1]})."
-    assert words in endings[0]["a loss of NaN"]
+    assert words in results[0]["a loss of NaN"]
 
 
 # -- what is no breach
@@ -412,39 +414,39 @@ def with_batch_norm(run: Run[Any]) -> Any:
     return train(run, build=normed)
 
 
-def total(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def sum_loss(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward(F.mse_loss(model(x), x[:, :2], reduction="sum"), weight=2 * len(i))
 
 
-def scaled(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def scaled_mean(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward(F.mse_loss(model(x), x[:, :2]) * (2 * len(i)), weight=2 * len(i))
 
 
-def said(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def stated_mean(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward(F.mse_loss(model(x), x[:, :2]), weight=2 * len(i), mean=True)
 
 
-def said_by_a_tensor(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def tensor_weight(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward(F.mse_loss(model(x), x[:, :2]), weight=torch.tensor(2 * len(i)), mean=True)
 
 
-def weighed_by_a_tensor(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def tensor_count(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward(F.mse_loss(model(x), x[:, :2], reduction="sum").view(1), weight=torch.ones_like(x[:, :2]).sum())
 
 
-WAYS: list[Round] = [total, scaled, said, said_by_a_tensor, weighed_by_a_tensor]
+WAYS: list[Round] = [sum_loss, scaled_mean, stated_mean, tensor_weight, tensor_count]
 
 
-def say_it_all(world: World, folder: str) -> Any:
+def run_all_bodies(world: World, folder: str) -> Any:
     return [attempt(world, Path(folder, body.__name__), lambda run, body=body: train(run, body)) for body in WAYS]  # type: ignore[misc]
 
 
-def test_a_sum_can_be_said_in_several_ways(tmp_path: Path) -> None:
-    sums, times, means, means_by_tensor, by_tensor = run_ranks(say_it_all, 1, str(tmp_path))[0]
+def test_equivalent_losses_and_weights(tmp_path: Path) -> None:
+    sums, times, means, means_by_tensor, by_tensor = run_ranks(run_all_bodies, 1, str(tmp_path))[0]
     assert sums == by_tensor
     assert times == means == means_by_tensor
     assert times[:-1] == pytest.approx(sums[:-1], rel=1e-6)
 
 
-def test_batch_norm_with_one_virtual_rank_is_plain_torch(tmp_path: Path) -> None:
+def test_batch_norm_with_one_virtual_rank_matches_plain_torch(tmp_path: Path) -> None:
     assert len(run_ranks(attempt, 1, tmp_path, with_batch_norm, ONE)[0]) == 4

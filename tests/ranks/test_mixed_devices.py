@@ -1,4 +1,4 @@
-"""Processes with an accelerator beside processes without one: what travels, and a run under every exchange.
+"""Processes with and without an accelerator in one run: collectives, and training under each exchange.
 
 The accelerator is the machine's own, or a stand-in (tests/standin).
 """
@@ -27,40 +27,40 @@ from unisono.testing import SlowAt, run_ranks
 SIZE = 3
 
 TIMES = 20.0
-"""So much slower than it is: far more than what makes an accelerator slower, or quicker, than the processor. With so
-little to compute a stand-in takes three to four times as long, as giving its orders does."""
+"""A slowdown that is much larger than the difference between the processor and the accelerator. For so little
+computation the stand-in takes three to four times as long as the processor, because of its overhead per operation."""
 
 
-def equipped(world: World, library: str, *ranks: int) -> World:
-    """This process has an accelerator, if it is one of these."""
+def with_accelerator(world: World, library: str, *ranks: int) -> World:
+    """Give this process an accelerator if its rank is in `ranks`."""
     standin.equip(library, equipped=world.rank in ranks)
     return replace(world, local_rank=0)
 
 
-def on(group: ProcessGroup, numbers: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def tensor_on(group: ProcessGroup, numbers: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.tensor(numbers, dtype=dtype, device=group.device)
 
 
-def every_collective(world: World, library: str) -> dict[str, Any]:
-    """What each of them gives here, as numbers; and where it lies."""
-    with join(equipped(world, library, 0, 2)) as group:
+def run_collectives(world: World, library: str) -> dict[str, Any]:
+    """Run each collective, and return results and devices."""
+    with join(with_accelerator(world, library, 0, 2)) as group:
         rank, n = group.rank, group.size
-        given: dict[str, torch.Tensor] = {"sum": group.sum_(on(group, [rank, 1.0]))}
-        given["max"] = group.max_(on(group, [rank, -rank]))
+        given: dict[str, torch.Tensor] = {"sum": group.sum_(tensor_on(group, [rank, 1.0]))}
+        given["max"] = group.max_(tensor_on(group, [rank, -rank]))
         given["everybody"] = torch.empty(2 * n, device=group.device)
-        group.all_gather(given["everybody"], on(group, [rank, 10.0 * rank])).wait()
+        group.all_gather(given["everybody"], tensor_on(group, [rank, 10.0 * rank])).wait()
         given["came"] = torch.empty(2, 1, device=group.device)
         right, left = (rank + 1) % n, (rank - 1) % n
-        sends = [Message(on(group, [rank + 0.5]), right), Message(on(group, []), right)]
+        sends = [Message(tensor_on(group, [rank + 0.5]), right), Message(tensor_on(group, []), right)]
         wait_for(group.send_and_receive(sends, [Message(given["came"][1], left)]))
         given["came"] = given["came"][1]
-        given["trade"] = group.all_to_all(on(group, [rank] * n, torch.int64), [1] * n, [1] * n)
-        given["bits"] = group.all_to_all(on(group, [rank == 1] * n, torch.bool), [1] * n, [1] * n)
-        given["added"] = group.deterministic_all_reduce(on(group, [1.0, rank, 3.0, 4.0]))
-        given["shared"] = on(group, [[rank, 2.0], [3.0, 4.0]]).t()
+        given["trade"] = group.all_to_all(tensor_on(group, [rank] * n, torch.int64), [1] * n, [1] * n)
+        given["bits"] = group.all_to_all(tensor_on(group, [rank == 1] * n, torch.bool), [1] * n, [1] * n)
+        given["added"] = group.deterministic_all_reduce(tensor_on(group, [1.0, rank, 3.0, 4.0]))
+        given["shared"] = tensor_on(group, [[rank, 2.0], [3.0, 4.0]]).t()
         group.broadcast_([given["shared"]], source=1)
-        given["ring"] = ring_all_reduce_(group, on(group, [rank] * 40))
-        verbs = Collectives(group).all_reduce({"a": on(group, [rank + 1.0])})["a"]
+        given["ring"] = ring_all_reduce_(group, tensor_on(group, [rank] * 40))
+        verbs = Collectives(group).all_reduce({"a": tensor_on(group, [rank + 1.0])})["a"]
         return {
             "kind": group.device.type,
             "mixed": group.mixed,
@@ -70,35 +70,35 @@ def every_collective(world: World, library: str) -> dict[str, Any]:
         }
 
 
-def of_two_makers(world: World, library: str) -> tuple[bool, str, list[float]]:
-    """Accelerators that torch calls by one name."""
+def accelerators_of_two_vendors(world: World, library: str) -> tuple[bool, str, list[float]]:
+    """Return the state of a group of accelerators with the same device type in torch."""
     init.device_kind = lambda device: ["cuda", "cuda", "rocm"][world.rank]
-    with join(equipped(world, library, 0, 1, 2)) as group:
-        return group.mixed, torch.distributed.get_backend(), group.sum_(on(group, [1.0])).tolist()
+    with join(with_accelerator(world, library, 0, 1, 2)) as group:
+        return group.mixed, torch.distributed.get_backend(), group.sum_(tensor_on(group, [1.0])).tolist()
 
 
-def test_accelerators_of_two_makers_meet_by_the_back_end_that_both_have(accelerator: str) -> None:
-    assert run_ranks(of_two_makers, SIZE, accelerator) == [(True, "gloo", [3.0])] * SIZE
+def test_accelerators_of_two_vendors_use_a_common_backend(accelerator: str) -> None:
+    assert run_ranks(accelerators_of_two_vendors, SIZE, accelerator) == [(True, "gloo", [3.0])] * SIZE
 
 
 @pytest.mark.parametrize(
     ("device", "hip", "kind"),
     [("cuda", None, "cuda"), ("cuda", "7.1", "rocm"), ("cpu", "7.1", "cpu"), ("xpu", None, "xpu")],
 )
-def test_amds_devices_are_another_kind_than_nvidias(
+def test_amd_and_nvidia_devices_are_different_kinds(
     monkeypatch: pytest.MonkeyPatch, device: str, hip: str | None, kind: str
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     assert init.device_kind(torch.device(device)) == kind
 
 
-def test_every_collective_brings_tensors_to_where_they_belong(accelerator: str) -> None:
-    found = run_ranks(every_collective, SIZE, accelerator)
-    kinds = [f["kind"] for f in found]
-    assert kinds == [kinds[0], "cpu", kinds[0]] != ["cpu"] * 3
+def test_collectives_return_tensors_on_their_device(accelerator: str) -> None:
+    found = run_ranks(run_collectives, SIZE, accelerator)
+    group_kind = [f["kind"] for f in found]
+    assert group_kind == [group_kind[0], "cpu", group_kind[0]] != ["cpu"] * 3
     assert all(f["mixed"] and f["places"] == {f["kind"]} for f in found)
     for rank, f in enumerate(found):
-        assert f["objects"] == [[0, kinds[0]], [1, "cpu"], [2, kinds[0]]]
+        assert f["objects"] == [[0, group_kind[0]], [1, "cpu"], [2, group_kind[0]]]
         assert f["numbers"] == {
             "sum": [3, 3],
             "max": [2, 0],
@@ -114,26 +114,26 @@ def test_every_collective_brings_tensors_to_where_they_belong(accelerator: str) 
 
 
 @pytest.mark.parametrize("what", ["moved", "folded"])
-def test_the_collectives_for_scripts(accelerator: str, what: str) -> None:
-    assert run_ranks(for_scripts, SIZE, accelerator, what) == [[]] * SIZE
+def test_collectives_of_scripts(accelerator: str, what: str) -> None:
+    assert run_ranks(run_script_collective, SIZE, accelerator, what) == [[]] * SIZE
 
 
-def for_scripts(world: World, library: str, what: str) -> Any:
-    return getattr(test_collectives, what)(equipped(world, library, 1))
+def run_script_collective(world: World, library: str, what: str) -> Any:
+    return getattr(test_collectives, what)(with_accelerator(world, library, 1))
 
 
-def test_processes_of_one_kind_copy_nothing() -> None:
-    assert run_ranks(kinds, 2) == [(False, "cpu")] * 2
+def test_processes_of_one_kind_do_not_copy() -> None:
+    assert run_ranks(group_kind, 2) == [(False, "cpu")] * 2
 
 
-def kinds(world: World) -> tuple[bool, str]:
-    with join(equipped(world, "")) as group:
+def group_kind(world: World) -> tuple[bool, str]:
+    with join(with_accelerator(world, "")) as group:
         return group.mixed, group.comm_device.type
 
 
 def train(world: World, library: str, with_: tuple[int, ...], *more: Any, slow: int | None = None) -> dict[str, Any]:
     with SlowAt(TIMES) if world.rank == slow else nullcontext():
-        return training.train(equipped(world, library, *with_), *more)
+        return training.train(with_accelerator(world, library, *with_), *more)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -151,44 +151,46 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_is_the_same_to_rounding(accelerator: str, tmp_path: Path, way: str) -> None:
-    size = 3 if way in ("tree", "server") else 2  # the first two of three share memory
-    config, kind = training.settings(**WAYS[way]), "mlp" if way == "bf16" else "gpt"
+@pytest.mark.parametrize("case", WAYS)
+def test_run_matches_up_to_rounding(accelerator: str, tmp_path: Path, case: str) -> None:
+    size = 3 if case in ("tree", "server") else 2  # the first two of three processes share memory
+    config, kind = training.settings(**WAYS[case]), "mlp" if case == "bf16" else "gpt"
     alike = run_ranks(train, size, "", (), kind, config, str(tmp_path / "alike"))
     mixed = run_ranks(train, size, accelerator, (size - 1,), kind, config, str(tmp_path / "mixed"))
-    within = 0.02 if way in ("bf16", "int8", "topk", "powersgd") else 1e-5  # what is rounded coarsely falls either way
+    within = (
+        0.02 if case in ("bf16", "int8", "topk", "powersgd") else 1e-5
+    )  # coarse rounding amplifies small differences
     assert mixed[0]["losses"] == pytest.approx(alike[0]["losses"], rel=within)
     assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_the_slower_one_computes_less(accelerator: str, tmp_path: Path, slow: int) -> None:
+def test_slower_process_computes_less(accelerator: str, tmp_path: Path, slow: int) -> None:
     config: Settings = training.settings(steps=40, batch=24, virtual_ranks=12)
     alike = run_ranks(train, 1, "", (), "mlp", config, str(tmp_path / "alike"))
-    found = run_ranks(slowed, 2, accelerator, slow, config, str(tmp_path / "mixed"))
+    found = run_ranks(train_slowed, 2, accelerator, slow, config, str(tmp_path / "mixed"))
     counts = found[0]["result"]["deals"][0]["virtual_ranks"]
     assert counts[slow] < 6 < counts[1 - slow]
     assert [f["result"]["deals"] for f in found] == [found[0]["result"]["deals"]] * 2
     assert found[0]["losses"] == pytest.approx(alike[0]["losses"], rel=1e-4)
 
 
-def slowed(world: World, library: str, slow: int, config: Settings, folder: str) -> dict[str, Any]:
+def train_slowed(world: World, library: str, slow: int, config: Settings, folder: str) -> dict[str, Any]:
     return train(world, library, (0,), "mlp", config, folder, slow=slow)
 
 
-def test_claims(accelerator: str, tmp_path: Path) -> None:
-    from tests.ranks.test_rebalance import claimed
+def test_work_stealing(accelerator: str, tmp_path: Path) -> None:
+    from tests.ranks.test_rebalance import train_with_stealing
 
     config = training.settings(steps=10, balance=BalanceSettings(work_stealing=True))
-    (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
-    found = run_ranks(claimed_beside, 2, accelerator, config, str(tmp_path / "claimed"))
-    assert found[0]["losses"] == pytest.approx(alone["losses"], rel=1e-4)
-    assert sum(f["rounds"] for f in found) == alone["rounds"]
+    (reference,) = run_ranks(train_with_stealing, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
+    found = run_ranks(train_with_stealing, 2, accelerator, config, str(tmp_path / "claimed"))
+    assert found[0]["losses"] == pytest.approx(reference["losses"], rel=1e-4)
+    assert sum(f["rounds"] for f in found) == reference["rounds"]
     assert sum(f["guests"] for f in found) > 0
 
 
-def claimed_beside(world: World, library: str, config: Settings, folder: str) -> dict[str, Any]:
-    from tests.ranks.test_rebalance import claimed
+def train_with_stealing(world: World, library: str, config: Settings, folder: str) -> dict[str, Any]:
+    from tests.ranks.test_rebalance import train_with_stealing
 
-    return claimed(equipped(world, library, 1), config, folder, "gpt", 5.0)
+    return train_with_stealing(with_accelerator(world, library, 1), config, folder, "gpt", 5.0)

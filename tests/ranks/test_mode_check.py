@@ -1,4 +1,4 @@
-"""Layers in evaluation mode on one process and in training mode on another: that is told in the same step."""
+"""Layers in eval mode on one process and in training mode on another raise an error in the same step."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from unisono.errors import LoopError
 from unisono.testing import build_run, close_run, run_ranks
 
 CHANGE_AFTER = 2
-"""Steps."""
+"""Number of steps."""
 
 
-def forgotten(model: nn.Module, rank: int) -> None:
-    """if run.is_main: evaluate by hand"""
+def eval_on_rank_0(model: nn.Module, rank: int) -> None:
+    """Forget train() after an evaluation on rank 0."""
     if rank == 0:
         model.eval()
 
 
-def frozen_elsewhere(model: nn.Module, rank: int) -> None:
+def eval_layer_on_one_rank(model: nn.Module, rank: int) -> None:
     if rank > 0:
         model[2].eval()  # type: ignore[index]
 
 
-def everywhere(model: nn.Module, rank: int) -> None:
+def eval_layer(model: nn.Module, rank: int) -> None:
     model[2].eval()  # type: ignore[index]
 
 
-def put_back(model: nn.Module, rank: int) -> None:
+def restore_mode(model: nn.Module, rank: int) -> None:
     if rank == 0:
         model.eval()
         model.train()
 
 
-def everywhere_until_the_rounds(model: nn.Module, rank: int) -> None:
-    """As by hand: eval() after a step, train() in each round; who has no round stays as it is."""
+def eval_between_steps(model: nn.Module, rank: int) -> None:
+    """Call eval() after a step and train() for each micro-batch, of which some processes have none."""
     model.eval()
 
 
@@ -59,7 +59,7 @@ def train(world: World, change: Callable[[nn.Module, int], None], shard: int, fo
         try:
             for step in run.steps(training.Points(length)):
                 for x, y in step:
-                    if change is everywhere_until_the_rounds:
+                    if change is eval_between_steps:
                         model.train()
                     step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
                 step.update(optimizer)
@@ -76,22 +76,22 @@ def train(world: World, change: Callable[[nn.Module, int], None], shard: int, fo
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (forgotten, "The model (MLP) is in evaluation mode on rank 0 of {size}, and in training mode elsewhere."),
-        (frozen_elsewhere, "2 (Dropout) is in evaluation mode on rank{others} of {size}, and in training mode"),
+        (eval_on_rank_0, "The model (MLP) is in evaluation mode on rank 0 of {size}, and in training mode elsewhere."),
+        (eval_layer_on_one_rank, "2 (Dropout) is in evaluation mode on rank{others} of {size}, and in training mode"),
     ],
 )
-def test_another_mode_on_one_process_is_told_in_the_same_step(
+def test_different_modes_raise_in_the_same_step(
     tmp_path: Path, change: Callable[..., None], words: str, size: int, shard: int
 ) -> None:
     found = run_ranks(train, size, change, shard, str(tmp_path))
     assert found == [found[0]] * size
-    said, steps = found[0]
+    message, steps = found[0]
     assert steps == CHANGE_AFTER
-    assert words.format(size=size, others="s 1, 2" if size == 3 else " 1") in said
+    assert words.format(size=size, others="s 1, 2" if size == 3 else " 1") in message
 
 
-@pytest.mark.parametrize("change", [everywhere, put_back, everywhere_until_the_rounds])
-def test_the_same_modes_everywhere_are_the_scripts_to_choose(tmp_path: Path, change: Callable[..., None]) -> None:
-    """Of three samples in an epoch's only step half of the processes get none."""
-    length = 3 if change is everywhere_until_the_rounds else 101
+@pytest.mark.parametrize("change", [eval_layer, restore_mode, eval_between_steps])
+def test_equal_modes_are_allowed(tmp_path: Path, change: Callable[..., None]) -> None:
+    """With three samples in the only step of an epoch, half of the processes have none."""
+    length = 3 if change is eval_between_steps else 101
     assert run_ranks(train, 6, change, 1, str(tmp_path), length) == [("", 4)] * 6

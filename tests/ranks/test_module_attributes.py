@@ -1,4 +1,4 @@
-"""Python attributes of modules that a forward pass changes: the same on any number of processes, and after a resume."""
+"""Python attributes that a forward pass changes: equal for any number of processes, and restored by a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks.loops import SETTINGS, Numbers, attempt, train
+from tests.ranks.loops import SETTINGS, Numbers, assert_same_results, attempt, train
 from unisono.config import ParallelSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_promise, run_ranks
@@ -22,7 +22,7 @@ from unisono.train.run import Run
 
 
 class Largest(nn.Linear):
-    """The largest input seen so far, as dynamic RoPE keeps the longest text."""
+    """Keeps the largest input, as dynamic RoPE keeps the longest sequence."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -34,7 +34,7 @@ class Largest(nn.Linear):
 
 
 class Calls(nn.Module):
-    """A counter, in a list that is written to, of a module within."""
+    """A submodule with a counter in a list that is changed in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Calls(nn.Module):
 
 
 class Average(nn.Linear):
-    """A running average in a tensor that is no buffer: replaced, or written to."""
+    """A running average in a tensor that is not a buffer, replaced or changed in place."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__(3, 2)
@@ -63,7 +63,7 @@ class Average(nn.Linear):
 
 
 class Cached(nn.Linear):
-    """A table that is made when it is first needed, and longer when a longer one is needed."""
+    """A table that is created on first use, and grows when needed."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -76,15 +76,15 @@ class Cached(nn.Linear):
         return super().forward(x) + self.table.mean()
 
 
-class Late(nn.Linear):
-    """What it remembers changes only after some steps."""
+class LateCounter(nn.Linear):
+    """An attribute that changes only after some steps."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
         self.scale = 1.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if float(x.max()) > 2.2:  # of few samples
+        if float(x.max()) > 2.2:  # true for few samples
             self.scale = self.scale * 1.5
         return super().forward(x) * self.scale
 
@@ -95,74 +95,74 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "an average that is replaced": partial(Average, in_place=False),
     "an average that is written to": partial(Average, in_place=True),
     "a cached table": Cached,
-    "a late change": Late,
+    "a late change": LateCounter,
 }
 CONFIG = replace(SETTINGS, steps=5, batch=8, virtual_ranks=4)
 
 
-def all_models(world: World, folder: str, names: list[str], enabled: bool = True) -> dict[str, Any]:
-    """Losses and a fingerprint of every model."""
+def train_all(world: World, folder: str, names: list[str], enabled: bool = True) -> dict[str, Any]:
+    """Train each model, and return losses and fingerprint."""
     ModuleAttributes.enabled = enabled
-    told = {}
+    results = {}
     for i, name in enumerate(names):
         loop = partial(train, data=Numbers(23), build=MODELS[name])
-        told[name] = attempt(world, Path(folder) / str(i), loop, CONFIG)
-    return told
+        results[name] = attempt(world, Path(folder) / str(i), loop, CONFIG)
+    return results
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("attributes")
-    return [told for size in (1, 2, 3) for told in run_ranks(all_models, size, str(folder / str(size)), list(MODELS))]
+    return [
+        results for size in (1, 2, 3) for results in run_ranks(train_all, size, str(folder / str(size)), list(MODELS))
+    ]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_number_of_processes_makes_the_same_of_them(runs: list[dict[str, Any]], name: str) -> None:
-    told = [run[name] for run in runs]
-    assert isinstance(told[0], list), told[0]
-    assert all(other == told[0] for other in told[1:])
+def test_attributes_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
+    assert_same_results(runs, name)
 
 
-def test_without_it_bits_differ(tmp_path: Path) -> None:
+def test_bits_differ_without_attribute_synchronization(tmp_path: Path) -> None:
     names = [name for name in MODELS if name != "a cached table"]
-    one, two = (run_ranks(all_models, n, str(tmp_path / str(n)), names, False)[0] for n in (1, 2))
+    one, two = (run_ranks(train_all, n, str(tmp_path / str(n)), names, False)[0] for n in (1, 2))
     assert all(one[name] != two[name] for name in ("the largest input", "a counter in a list"))
 
 
 # -- an evaluation
 
 
-def spread(output: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, int]:
+def range_of(output: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, int]:
     return output.abs().sum(), len(x)
 
 
-def evaluated(world: World, folder: str, name: str) -> Any:
+def evaluate_between(world: World, folder: str, name: str) -> Any:
     def loop(run: Run[Any]) -> Any:
         model = run.place(MODELS[name])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         run.track(model=model, optimizer=optimizer)
-        told = []
+        results = []
         for step in run.steps(Numbers(23)):
             for x, _ in step:
                 step.backward(model(x).square().sum(), weight=len(x))
             step.update(optimizer)
-            told.append(run.evaluate(model, Numbers(31), spread))
-        return [*told, run.context.state.fingerprint()]
+            results.append(run.evaluate(model, Numbers(31), range_of))
+        return [*results, run.context.state.fingerprint()]
 
     return attempt(world, Path(folder), loop, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["the largest input", "a counter in a list"])
-def test_an_evaluation_leaves_them_as_they_were(tmp_path: Path, name: str) -> None:
-    one, two, three = (run_ranks(evaluated, n, str(tmp_path / str(n)), name) for n in (1, 2, 3))
+def test_evaluation_does_not_change_attributes(tmp_path: Path, name: str) -> None:
+    one, two, three = (run_ranks(evaluate_between, n, str(tmp_path / str(n)), name) for n in (1, 2, 3))
     assert isinstance(one[0], list), one[0]
-    assert all(told == one[0] for told in (*two, *three))
+    assert all(results == one[0] for results in (*two, *three))
 
 
 # -- a resume
 
 
-def stopped_and_resumed(world: World, folder: str, name: str) -> tuple[Any, Any]:
+def stop_and_resume(world: World, folder: str, name: str) -> tuple[Any, Any]:
     loop = partial(train, data=Numbers(23), build=MODELS[name])
     first = attempt(world, Path(folder), loop, replace(CONFIG, steps=2))
     second = attempt(world, Path(folder), loop, CONFIG, resume=True)
@@ -170,16 +170,16 @@ def stopped_and_resumed(world: World, folder: str, name: str) -> tuple[Any, Any]
 
 
 @pytest.mark.parametrize("name", ["the largest input", "a counter in a list", "an average that is written to"])
-def test_a_resume_has_them(tmp_path: Path, runs: list[dict[str, Any]], name: str) -> None:
-    _, resumed = run_ranks(stopped_and_resumed, 2, str(tmp_path), name)[0]
+def test_resume_restores_attributes(tmp_path: Path, runs: list[dict[str, Any]], name: str) -> None:
+    _, resumed = run_ranks(stop_and_resume, 2, str(tmp_path), name)[0]
     assert resumed[-1] == runs[0][name][-1]
 
 
 # -- outputs
 
 
-class Watched(nn.Module):
-    """Outputs to be looked at: with a graph, of another size each time, of a type of its own."""
+class RecordsOutputs(nn.Module):
+    """Keeps outputs for inspection: with a graph, of varying size, of a custom type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,29 +195,29 @@ class Watched(nn.Module):
 
 
 def outputs(run: Run[Any]) -> list[Any]:
-    model = run.place(Watched)
+    model = run.place(RecordsOutputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     run.track(model=model, optimizer=optimizer)
-    told = []
+    results = []
     for step in run.steps(Numbers(24)):
         for x, y in step:
             step.backward((model(x) - y[:, None]).square().sum(), weight=len(x))
         step.update(optimizer)
         attributes = run.context.models.buffers.attributes
-        told.append([model.loss is not None, attributes.flags["attributes"], attributes.opaque])
-    return told
+        results.append([model.loss is not None, attributes.flags["attributes"], attributes.opaque])
+    return results
 
 
-def watched(world: World, folder: str) -> Any:
+def train_watched(world: World, folder: str) -> Any:
     return attempt(world, Path(folder), outputs, CONFIG)
 
 
 def test_outputs_are_not_sent(tmp_path: Path) -> None:
-    for told in run_ranks(watched, 2, str(tmp_path)):
-        assert isinstance(told, list), told
-        assert [there for there, _, _ in told] == [True] * 5
-        assert not any(sent for _, sent, _ in told[2:])
-        assert told[-1][2] == []
+    for results in run_ranks(train_watched, 2, str(tmp_path)):
+        assert isinstance(results, list), results
+        assert [there for there, _, _ in results] == [True] * 5
+        assert not any(sent for _, sent, _ in results[2:])
+        assert results[-1][2] == []
 
 
 # -- what cannot be sent
@@ -245,7 +245,7 @@ class Swaps(nn.Module):
         return out
 
 
-def refused(world: World, folder: str) -> tuple[Any, Any]:
+def train_refused(world: World, folder: str) -> tuple[Any, Any]:
     def promised(run: Run[Any]) -> Any:
         train(run, data=Numbers(23), build=Dice)
         return run_promise(run)
@@ -254,16 +254,16 @@ def refused(world: World, folder: str) -> tuple[Any, Any]:
     return attempt(world, Path(folder) / "0", promised, CONFIG), attempt(world, Path(folder) / "1", swaps, CONFIG)
 
 
-def test_what_cannot_be_sent_is_named(tmp_path: Path) -> None:
+def test_attributes_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
     for size in (1, 2):
-        for promise, error in run_ranks(refused, size, str(tmp_path / str(size))):
+        for promise, error in run_ranks(train_refused, size, str(tmp_path / str(size))):
             assert promise[0] == "tolerance"
             assert "the model (Dice) changes its attribute dice, a Random" in promise[1]
             assert "the model (Swaps) replaced its module linear" in error
 
 
 class Recurrent(nn.Module):
-    """torch notices that fully_shard has marked an RNN later than that it has marked other modules."""
+    """An RNN, whose attributes torch changes when fully_shard marks it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,13 +280,13 @@ def saved_attributes(run: Run[Any]) -> Any:
 
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
-def test_marks_of_fully_shard_are_not_saved(tmp_path: Path, gather: Any) -> None:
+def test_attributes_of_fully_shard_are_not_saved(tmp_path: Path, gather: Any) -> None:
     config = replace(SETTINGS, parallel=ParallelSettings(shard=2, reshard=gather))
     assert run_ranks(attempt, 2, tmp_path, saved_attributes, config) == [{}, {}]
 
 
 class Initialized(nn.Linear):
-    """Divides by what it has seen first (data-dependent initialization)."""
+    """Divides by its first input (data-dependent initialization)."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -298,8 +298,8 @@ class Initialized(nn.Linear):
         return super().forward(x / (1 + self.first))
 
 
-class Noted(nn.Linear):
-    """Leaves something to look at."""
+class NotesOutput(nn.Linear):
+    """Keeps an output for inspection."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -310,34 +310,36 @@ class Noted(nn.Linear):
         return super().forward(x)
 
 
-def in_turns(world: World, folder: Path, config: Settings) -> Any:
-    """Three micro-batches for each virtual rank, and what is promised."""
+def with_several_micro_batches(world: World, folder: Path, config: Settings) -> Any:
+    """Train with three micro-batches per virtual rank, and return the promise."""
 
     def loop(run: Run[Any], build: Any) -> Any:
         return train(run, build=build)[-1], run_promise(run)
 
-    return [attempt(world, folder / b.__name__, partial(loop, build=b), config) for b in (Largest, Initialized, Noted)]
+    return [
+        attempt(world, folder / b.__name__, partial(loop, build=b), config) for b in (Largest, Initialized, NotesOutput)
+    ]
 
 
-def test_processes_in_turn_promise_nothing_of_what_micro_batches_carry(tmp_path: Path) -> None:
-    """Each of them has seen only some of the micro-batches of a virtual rank."""
+def test_promise_excludes_attributes_carried_between_micro_batches(tmp_path: Path) -> None:
+    """Each process computes only some micro-batches of a virtual rank."""
     config = replace(SETTINGS, batch=18, virtual_ranks=3, micro_batch=2, steps=4)
-    (alone,) = run_ranks(in_turns, 1, tmp_path / "alone", config)
-    assert [promise[0] for _, promise in alone] == ["exact"] * 3
+    (reference,) = run_ranks(with_several_micro_batches, 1, tmp_path / "alone", config)
+    assert [promise[0] for _, promise in reference] == ["exact"] * 3
     by_step = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
-    for found in run_ranks(in_turns, 2, tmp_path / "step", by_step):
-        assert [(sha, promise[0]) for sha, promise in found] == [(sha, "exact") for sha, _ in alone]
+    for found in run_ranks(with_several_micro_batches, 2, tmp_path / "step", by_step):
+        assert [(sha, promise[0]) for sha, promise in found] == [(sha, "exact") for sha, _ in reference]
     by_layer = replace(config, parallel=ParallelSettings(shard=2))
-    for largest, initialized, noted in run_ranks(in_turns, 2, tmp_path / "layer", by_layer):
+    for largest, initialized, noted in run_ranks(with_several_micro_batches, 2, tmp_path / "layer", by_layer):
         for name, promise in (("largest", largest[1]), ("first", initialized[1])):
             assert promise[0] == "tolerance"
             assert f"changes its attribute {name}" in promise[1]
             assert "parallel.reshard=step" in promise[1]
-        assert noted == (alone[2][0], ("exact", noted[1][1]))
+        assert noted == (reference[2][0], ("exact", noted[1][1]))
 
 
 class ReadsLate(nn.Linear):
-    """Writes what looks like an output, and reads it from the third step on."""
+    """Writes an attribute that looks like an output, and reads it from the third step on."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -353,13 +355,13 @@ class ReadsLate(nn.Linear):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_output_that_is_read_later_lowers_the_promise(tmp_path: Path, size: int) -> None:
-    for promise, reason in run_ranks(reads_late, size, tmp_path):
+def test_output_that_is_read_later_lowers_the_promise(tmp_path: Path, size: int) -> None:
+    for promise, reason in run_ranks(train_reads_late, size, tmp_path):
         assert promise == "tolerance"
         assert "changes its attribute last" in reason
 
 
-def reads_late(world: World, folder: Path) -> Any:
+def train_reads_late(world: World, folder: Path) -> Any:
     def loop(run: Run[Any]) -> Any:
         train(run, build=ReadsLate)
         return run_promise(run)

@@ -1,4 +1,4 @@
-"""Models that do what models do: write where nobody looks, share their parts, register late. The same bits anywhere."""
+"""Unusual models (hidden writes, shared modules, late registration) have the same bits on any number of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of, sgd, train
+from tests.ranks.loops import SETTINGS, Numbers, assert_same_results, attempt, loss_of, results_on_sizes, sgd, train
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -22,8 +22,8 @@ from unisono.train.run import Run
 CONFIG = replace(SETTINGS, steps=4, batch=12, virtual_ranks=3)
 
 
-class Late(nn.Linear):
-    """Statistics of its own, which torch's batch_norm writes to without a word, and only from the second step on."""
+class LateStatistics(nn.Linear):
+    """Statistics that F.batch_norm changes without a new version, and only from the second step on."""
 
     mean: torch.Tensor
     var: torch.Tensor
@@ -39,8 +39,8 @@ class Late(nn.Linear):
         return F.batch_norm(y, self.mean, self.var, training=self.training) if self.on else y
 
 
-class Lazy(nn.Linear):
-    """A buffer that the first forward registers, from its data."""
+class LazyBuffer(nn.Linear):
+    """A buffer that the first forward pass registers from its data."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "average"):
@@ -49,8 +49,8 @@ class Lazy(nn.Linear):
         return super().forward(x) + self.average
 
 
-class Uncounted(nn.BatchNorm1d):
-    """A batch norm with a forward of its own, which does not count."""
+class UncountedBatchNorm(nn.BatchNorm1d):
+    """A batch norm with a forward method of its own that does not count batches."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert self.running_mean is not None
@@ -59,7 +59,7 @@ class Uncounted(nn.BatchNorm1d):
         return (x - x.mean(0)) * (x.var(0, unbiased=False) + self.eps).rsqrt()
 
 
-class Centre(nn.Module):
+class CenterLoss(nn.Module):
     """A loss with a buffer and without parameters."""
 
     centre: torch.Tensor
@@ -73,8 +73,8 @@ class Centre(nn.Module):
         return (y - self.centre).square().sum()
 
 
-class Stretching(nn.Linear):
-    """A forward that changes a parameter where no version tells, and takes longer on one process than on another."""
+class ChangesParameter(nn.Linear):
+    """A forward pass that changes a parameter without a new version, and takes longer on one process."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.2 * dist.get_rank())
@@ -82,16 +82,16 @@ class Stretching(nn.Linear):
         return super().forward(x)
 
 
-def normed() -> nn.Sequential:
+def norm_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2))
 
 
-def loop(run: Run[Any], model: nn.Module, between: Callable[[int], None] = lambda _: None) -> list[Any]:
+def loop(run: Run[Any], model: nn.Module, between_steps: Callable[[int], None] = lambda _: None) -> list[Any]:
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer)
     losses = []
     for step in run.steps(Numbers(24)):
-        between(step.number)
+        between_steps(step.number)
         for x, i in step:
             step.backward(loss_of(model, x), weight=len(i))
         step.update(optimizer)
@@ -99,24 +99,24 @@ def loop(run: Run[Any], model: nn.Module, between: Callable[[int], None] = lambd
     return [*losses, run.context.state.fingerprint()]
 
 
-def late(run: Run[Any]) -> Any:
-    model = run.place(Late)
+def late_statistics(run: Run[Any]) -> Any:
+    model = run.place(LateStatistics)
     return loop(run, model, lambda step: setattr(model, "on", step > 0))
 
 
-def inside_another(run: Run[Any]) -> Any:
+def part_of_another(run: Run[Any]) -> Any:
     body = run.place(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None)))
     model = run.place(nn.Sequential(body, nn.Linear(4, 2)))
-    told = loop(run, model)
+    results = loop(run, model)
     norm = body[1]
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.num_batches_tracked == 4 * 3
-    return told
+    return results
 
 
-def restored(run: Run[Any]) -> Any:
-    """Statistics put back between two steps, through .data."""
-    model = run.place(normed)
+def restore_statistics(run: Run[Any]) -> Any:
+    """Restore statistics between two steps, through .data."""
+    model = run.place(norm_model)
     best = {name: b.clone() for name, b in model.named_buffers()}
 
     def restore(step: int) -> None:
@@ -127,8 +127,8 @@ def restored(run: Run[Any]) -> Any:
 
 
 def criterion(run: Run[Any]) -> Any:
-    """Tracked and not placed."""
-    model, centre = run.place(lambda: nn.Linear(3, 2)), Centre()
+    """Use a loss module that is tracked and not placed."""
+    model, centre = run.place(lambda: nn.Linear(3, 2)), CenterLoss()
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer, centre=centre)
     losses = []
@@ -140,9 +140,9 @@ def criterion(run: Run[Any]) -> Any:
     return [*losses, run.context.state.fingerprint()]
 
 
-def evaluated(run: Run[Any]) -> Any:
-    """With a model beside, and with one that a forward puts into training mode: both are as before."""
-    model, beside = run.place(normed), run.place(normed)
+def evaluate_two(run: Run[Any]) -> Any:
+    """Evaluate with another model, and with a model whose forward pass calls train(); modes are restored."""
+    model, beside = run.place(norm_model), run.place(norm_model)
     run.track(beside=beside)
 
     def forward(_: nn.Module, batch: Any) -> torch.Tensor:
@@ -165,8 +165,8 @@ def evaluated(run: Run[Any]) -> Any:
     return [run.context.state.fingerprint()]
 
 
-class Reused(nn.Linear):
-    """Its output is memory that the next forward writes to."""
+class ReusedOutput(nn.Linear):
+    """Returns a tensor that the next forward pass overwrites."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "out"):
@@ -177,54 +177,54 @@ class Reused(nn.Linear):
         return out
 
 
-def predicted(run: Run[Any]) -> Any:
-    model = run.place(lambda: Reused(3, 2))
+def predict_reused(run: Run[Any]) -> Any:
+    model = run.place(lambda: ReusedOutput(3, 2))
     rows = run.predict(model, Numbers(23))
     assert len(rows.unique(dim=0)) == 23
     return rows.tolist()
 
 
 LOOPS: dict[str, Callable[[Run[Any]], Any]] = {
-    "late and secretly": late,
-    "inside another placed model": inside_another,
-    "restored through data": restored,
-    "registered by the first forward": lambda run: train(run, data=Numbers(24), build=lambda: Lazy(3, 2)),
-    "uncounted": lambda run: train(run, data=Numbers(24), build=lambda: nn.Sequential(nn.Linear(3, 2), Uncounted(2))),
+    "late and secretly": late_statistics,
+    "inside another placed model": part_of_another,
+    "restored through data": restore_statistics,
+    "registered by the first forward": lambda run: train(run, data=Numbers(24), build=lambda: LazyBuffer(3, 2)),
+    "uncounted": lambda run: train(
+        run, data=Numbers(24), build=lambda: nn.Sequential(nn.Linear(3, 2), UncountedBatchNorm(2))
+    ),
     "a criterion": criterion,
-    "evaluated": evaluated,
-    "predicted": predicted,
+    "evaluated": evaluate_two,
+    "predicted": predict_reused,
 }
 
 
-def all_loops(world: World, folder: str) -> dict[str, Any]:
+def run_loops(world: World, folder: str) -> dict[str, Any]:
     return {name: attempt(world, Path(folder) / name, body, CONFIG) for name, body in LOOPS.items()}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("odd")
-    return [told for size in (1, 2, 3) for told in run_ranks(all_loops, size, str(folder / str(size)))]
+    return results_on_sizes(run_loops, tmp_path_factory.mktemp("odd"))
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_any_number_of_processes_gives_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
-    assert isinstance(runs[0][name], list), runs[0][name]
-    assert all(told[name] == runs[0][name] for told in runs)
+def test_bits_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
+    assert_same_results(runs, name)
 
 
 # -- what is refused
 
 
-def two(run: Run[Any]) -> tuple[Any, Any, Any, Any]:
+def two_models(run: Run[Any]) -> tuple[Any, Any, Any, Any]:
     a, b = run.place(lambda: nn.Linear(3, 2)), run.place(lambda: nn.Linear(3, 2))
     of_a, of_b = sgd(a), sgd(b)
     run.track(a=a, b=b, of_a=of_a, of_b=of_b)
     return a, b, of_a, of_b
 
 
-def swallowed(run: Run[Any]) -> None:
-    """A schedule alone does not use the gradient that waits."""
-    a, b, of_a, of_b = two(run)
+def schedule_without_update(run: Run[Any]) -> None:
+    """Step only a schedule, which leaves a gradient unused."""
+    a, b, of_a, of_b = two_models(run)
     schedule = torch.optim.lr_scheduler.StepLR(of_a, 1)
     run.track(schedule=schedule)
     for step in run.steps(Numbers()):
@@ -235,8 +235,8 @@ def swallowed(run: Run[Any]) -> None:
         step.update(schedule)
 
 
-def frozen_between(run: Run[Any]) -> None:
-    a, b, of_a, of_b = two(run)
+def freeze_between_steps(run: Run[Any]) -> None:
+    a, b, of_a, of_b = two_models(run)
     for step in run.steps(Numbers()):
         for model, optimizer in ((a, of_a), (b, of_b)):
             for x, i in step.over(optimizer):
@@ -244,8 +244,8 @@ def frozen_between(run: Run[Any]) -> None:
             a.requires_grad_(False)
 
 
-def mean_later(run: Run[Any]) -> None:
-    a, b, of_a, of_b = two(run)
+def mean_in_second_micro_batch(run: Run[Any]) -> None:
+    a, b, of_a, of_b = two_models(run)
     for step in run.steps(Numbers()):
         for x, i in step.over(of_a):
             step.backward(loss_of(a, x), weight=len(i))
@@ -253,47 +253,47 @@ def mean_later(run: Run[Any]) -> None:
             step.backward(b(x).square().mean(), weight=len(i))
 
 
-def evaluated_within(run: Run[Any]) -> None:
-    a, *_ = two(run)
+def evaluate_in_step(run: Run[Any]) -> None:
+    a, *_ = two_models(run)
     for step in run.steps(Numbers()):
         for _ in step:
             run.predict(a, Numbers())
 
 
 REFUSED: dict[str, tuple[Callable[[Run[Any]], Any], str]] = {
-    "swallowed": (swallowed, "ended without an update"),
-    "frozen between passes": (frozen_between, "while the gradient of an earlier pass waits"),
-    "a mean in a later pass": (mean_later, "a loss that is a mean"),
-    "within a round": (evaluated_within, "run.predict was called within a round"),
-    "a parameter": (lambda run: train(run, build=lambda: Stretching(3, 2)), "changed the parameter weight"),
+    "swallowed": (schedule_without_update, "ended without an update"),
+    "frozen between passes": (freeze_between_steps, "while the gradient of an earlier pass waits"),
+    "a mean in a later pass": (mean_in_second_micro_batch, "a loss that is a mean"),
+    "within a round": (evaluate_in_step, "run.predict was called within a round"),
+    "a parameter": (lambda run: train(run, build=lambda: ChangesParameter(3, 2)), "changed the parameter weight"),
 }
 
 
-def refusals(world: World, folder: str) -> dict[str, Any]:
+def run_refused(world: World, folder: str) -> dict[str, Any]:
     return {name: attempt(world, Path(folder) / name, body, CONFIG) for name, (body, _) in REFUSED.items()}
 
 
-def test_what_would_be_lost_in_silence_is_told(tmp_path: Path) -> None:
-    for told in run_ranks(refusals, 2, str(tmp_path)):
+def test_silent_losses_are_refused(tmp_path: Path) -> None:
+    for results in run_ranks(run_refused, 2, str(tmp_path)):
         for name, (_, words) in REFUSED.items():
-            assert words in str(told[name]), told[name]
+            assert words in str(results[name]), results[name]
 
 
-def norms_of_skipped(run: Run[Any]) -> list[tuple[bool, bool]]:
-    """grad_norm is there after an update that was skipped, with clipping."""
+def skipped_norms(run: Run[Any]) -> list[tuple[bool, bool]]:
+    """Return whether each step was skipped and has a grad_norm, with clipping."""
     model = run.place(lambda: nn.Linear(3, 2))
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer)
-    told = []
+    results = []
     for step in run.steps(Numbers()):
         for x, i in step:
             step.backward(loss_of(model, x * (1e4 if step.number == 0 else 1)), weight=len(i))
         step.update(optimizer, clip=1.0)
-        told.append((step.skipped, step.grad_norm == float("inf")))
-    return told
+        results.append((step.skipped, step.grad_norm == float("inf")))
+    return results
 
 
-def test_a_skipped_step_has_a_norm(tmp_path: Path) -> None:
-    (told,) = run_ranks(attempt, 1, tmp_path, norms_of_skipped, replace(CONFIG, precision="fp16"))
-    assert told[0] == (True, True)
-    assert all(skip == infinite for skip, infinite in told)
+def test_skipped_step_has_a_norm(tmp_path: Path) -> None:
+    (results,) = run_ranks(attempt, 1, tmp_path, skipped_norms, replace(CONFIG, precision="fp16"))
+    assert results[0] == (True, True)
+    assert all(skip == infinite for skip, infinite in results)

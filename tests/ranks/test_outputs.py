@@ -1,4 +1,4 @@
-"""Batches and outputs of every shape through step.run and run.evaluate: dicts, nests, models that own their loss."""
+"""Batches and outputs of step.run and run.evaluate: dicts, nested structures, models that return their loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCABULARY = 19
 
 
 class Pairs(Numbers):
-    """A nested sample: two views, and a dict of labels."""
+    """Nested samples: two views, and a dict of labels."""
 
     def __getitem__(self, i: int) -> Any:
         x, _ = super().__getitem__(i)
@@ -28,7 +28,7 @@ class Pairs(Numbers):
 
 
 class TwoHeads(nn.Module):
-    """Several outputs, as a dict."""
+    """A model that returns a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def two_losses(out: dict[str, torch.Tensor], views: Any, labels: dict[str, torch
     return loss + (out["weight"] - labels["weight"]).square().sum(), len(labels["colour"])
 
 
-def right(out: dict[str, torch.Tensor], views: Any, labels: dict[str, torch.Tensor]) -> dict[str, Any]:
+def accuracy(out: dict[str, torch.Tensor], views: Any, labels: dict[str, torch.Tensor]) -> dict[str, Any]:
     n = len(labels["colour"])
     return {
         "right": ((out["colour"].argmax(1) == labels["colour"]).sum(), n),
@@ -54,7 +54,7 @@ def right(out: dict[str, torch.Tensor], views: Any, labels: dict[str, torch.Tens
     }
 
 
-def nested(run: Run[Any]) -> Any:
+def train_nested(run: Run[Any]) -> Any:
     model = run.place(TwoHeads)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -64,11 +64,11 @@ def nested(run: Run[Any]) -> Any:
         step.update(optimizer)
         losses.append(step.loss)
     rows = run.predict(model, Pairs(21))
-    return losses, run.evaluate(model, Pairs(21), right), rows["weight"].tolist(), run.context.state.fingerprint()
+    return losses, run.evaluate(model, Pairs(21), accuracy), rows["weight"].tolist(), run.context.state.fingerprint()
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Tokens as Hugging Face's models take them; of every sentence the first few labels do not count."""
+    """Inputs of Hugging Face models. The first labels of each sequence are ignored."""
 
     def __init__(self, length: int = 20) -> None:
         self.length = length
@@ -82,7 +82,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": torch.where(torch.arange(length) < i % 3, -100, tokens)}
 
 
-def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     tokens, labels = (
         nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
         for name, value in (("input_ids", 0), ("labels", -100))
@@ -91,8 +91,8 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def counted(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """How many labels a causal model's own loss is a mean over: it predicts all but the first."""
+def count_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the number of labels that a causal model's loss averages over: all but the first."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
@@ -105,55 +105,55 @@ def small_gpt2() -> nn.Module:
     return model
 
 
-def hugging_face(run: Run[Any]) -> Any:
-    """A model from a config, which owns its loss: a mean over the labels that count."""
+def train_hugging_face(run: Run[Any]) -> Any:
+    """Train a model whose loss is a mean over the labels that are not ignored."""
     model = run.place(small_gpt2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     losses = []
-    for step in run.steps(Sentences(21), collate_fn=padded):
-        step.run(model, lambda out, batch: (out.loss, counted(batch)), mean=True)
+    for step in run.steps(Sentences(21), collate_fn=pad):
+        step.run(model, lambda out, batch: (out.loss, count_labels(batch)), mean=True)
         step.update(optimizer, clip=1.0)
         losses.append(step.loss)
     loss = run.evaluate(
-        model, Sentences(21), lambda out, batch: (out.loss * counted(batch), counted(batch)), collate_fn=padded
+        model, Sentences(21), lambda out, batch: (out.loss * count_labels(batch), count_labels(batch)), collate_fn=pad
     )
-    best = run.predict(model, Sentences(21), forward=lambda m, b: m(**b).logits[:, 0].argmax(-1), collate_fn=padded)
+    best = run.predict(model, Sentences(21), forward=lambda m, b: m(**b).logits[:, 0].argmax(-1), collate_fn=pad)
     return losses, loss, best.tolist(), run.context.state.fingerprint()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nested_batches_and_several_outputs(tmp_path: Path, precision: str) -> None:
-    same(tmp_path, nested, precision)
+    assert_same_on_two(tmp_path, train_nested, precision)
 
 
 @pytest.mark.slow  # loading transformers; test_hugging_face_models.py has quick ones
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_hugging_face_model_that_owns_its_loss(tmp_path: Path, precision: str) -> None:
+def test_hugging_face_model_with_its_own_loss(tmp_path: Path, precision: str) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
-    same(tmp_path, hugging_face, precision)
+    assert_same_on_two(tmp_path, train_hugging_face, precision)
 
 
-def same(tmp_path: Path, loop: Any, precision: Any) -> None:
+def assert_same_on_two(tmp_path: Path, loop: Any, precision: Any) -> None:
     config = replace(CONFIG, precision=precision)
-    first, *others = [told for n in (1, 2, 3) for told in run_ranks(attempt, n, tmp_path / str(n), loop, config)]
+    first, *others = [results for n in (1, 2, 3) for results in run_ranks(attempt, n, tmp_path / str(n), loop, config)]
     assert isinstance(first, tuple), first
-    assert all(told == first for told in others)
+    assert all(results == first for results in others)
     assert first[0][-1] < first[0][0]
 
 
 def whole_batch(run: Run[Any]) -> Any:
-    """Our mean over four virtual ranks, and the model's own over the whole batch: the same, though lengths differ."""
+    """Compare the gradient over four virtual ranks with that of the whole batch, for sequences of several lengths."""
     torch.manual_seed(0)
     model = run.place(lambda: small_gpt2().eval())  # no dropout
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
-    everything = padded([Sentences()[i] for i in range(20)])
+    everything = pad([Sentences()[i] for i in range(20)])
     model(**everything).loss.backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
     model.zero_grad()
-    for step in run.steps(Sentences(20), collate_fn=padded):
-        step.run(model, lambda out, batch: (out.loss, counted(batch)), mean=True)
+    for step in run.steps(Sentences(20), collate_fn=pad):
+        step.run(model, lambda out, batch: (out.loss, count_labels(batch)), mean=True)
         apart = {
             name: float((p.grad - want[name]).norm() / want[name].norm().clamp(min=1e-3))
             for name, p in model.named_parameters()
@@ -163,7 +163,7 @@ def whole_batch(run: Run[Any]) -> Any:
     return max(apart.values())
 
 
-def test_its_mean_is_over_all_labels_that_count(tmp_path: Path) -> None:
+def test_mean_is_over_all_labels_of_the_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
     config = replace(CONFIG, batch=20, steps=1)
     for apart in run_ranks(attempt, 2, tmp_path, whole_batch, config):

@@ -1,4 +1,4 @@
-"""What trains, and the optimizers' groups, belong to the saved state; processes must have the same parameters."""
+"""Checkpoints hold requires_grad and the groups of optimizers; all processes must have the same parameters."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Net(nn.Module):
         return out
 
 
-def unfreezing(run: Run[Any], *, groups: bool) -> Any:
-    """The body trains from a step on, which a resume does not see again; `groups`: the optimizer is given it then."""
+def unfreeze_body(run: Run[Any], *, groups: bool) -> Any:
+    """Unfreeze the body in a step before the resume; with `groups`, add it to the optimizer then."""
     model = run.place(Net)
     model.body.requires_grad_(False)
     params = model.head.parameters() if groups else model.parameters()
@@ -54,11 +54,11 @@ def unfreezing(run: Run[Any], *, groups: bool) -> Any:
     )
 
 
-def resumed(world: World, folder: str, config: Settings, groups: bool, enabled: bool) -> Any:
+def stop_and_resume(world: World, folder: str, config: Settings, groups: bool, enabled: bool) -> Any:
     ParameterLayout.enabled = enabled
 
     def loop(run: Run[Any]) -> Any:
-        return unfreezing(run, groups=groups)
+        return unfreeze_body(run, groups=groups)
 
     whole = attempt(world, Path(folder) / "whole", loop, config)
     attempt(world, Path(folder) / "parts", loop, replace(config, steps=5))
@@ -67,29 +67,29 @@ def resumed(world: World, folder: str, config: Settings, groups: bool, enabled: 
 
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("virtual_ranks", [1, 4])
-def test_a_resume_trains_what_trained(tmp_path: Path, groups: bool, virtual_ranks: int) -> None:
+def test_resume_restores_requires_grad(tmp_path: Path, groups: bool, virtual_ranks: int) -> None:
     config = replace(CONFIG, virtual_ranks=virtual_ranks)
-    whole, again = run_ranks(resumed, 1, str(tmp_path), config, groups, True)[0]
+    whole, again = run_ranks(stop_and_resume, 1, str(tmp_path), config, groups, True)[0]
     assert whole[2] == "exact", whole
     assert again == whole
 
 
-def test_so_it_does_in_shards(tmp_path: Path) -> None:
+def test_resume_restores_requires_grad_of_shards(tmp_path: Path) -> None:
     config = replace(CONFIG, parallel=replace(CONFIG.parallel, shard=2))
     for groups in (False, True):
-        for whole, again in run_ranks(resumed, 2, str(tmp_path / str(groups)), config, groups, True):
+        for whole, again in run_ranks(stop_and_resume, 2, str(tmp_path / str(groups)), config, groups, True):
             assert again == whole
 
 
-def test_without_it_bits_differ(tmp_path: Path) -> None:
-    whole, again = run_ranks(resumed, 1, str(tmp_path), CONFIG, False, False)[0]
+def test_bits_differ_without_restoring_requires_grad(tmp_path: Path) -> None:
+    whole, again = run_ranks(stop_and_resume, 1, str(tmp_path), CONFIG, False, False)[0]
     assert again[0] != whole[0]
 
 
 # -- a script that has changed
 
 
-def changed(world: World, folder: str, first: list[str], second: list[str]) -> Any:
+def resume_with_groups(world: World, folder: str, first: list[str], second: list[str]) -> Any:
     def loop(names: list[str]) -> Callable[[Run[Any]], Any]:
         def body(run: Run[Any]) -> Any:
             model = run.place(Net)
@@ -109,15 +109,15 @@ def changed(world: World, folder: str, first: list[str], second: list[str]) -> A
 
 
 def test_other_groups_are_refused(tmp_path: Path) -> None:
-    swapped = run_ranks(changed, 1, str(tmp_path / "a"), ["body", "head"], ["head", "body"])[0]
+    swapped = run_ranks(resume_with_groups, 1, str(tmp_path / "a"), ["body", "head"], ["head", "body"])[0]
     assert "same parameters in another order: body.weight stands where now head.weight does" in swapped
-    fewer = run_ranks(changed, 1, str(tmp_path / "b"), ["body"], ["body", "head"])[0]
+    fewer = run_ranks(resume_with_groups, 1, str(tmp_path / "b"), ["body"], ["body", "head"])[0]
     assert "its group 1 had 0 parameters when it was saved, and has 2 now" in fewer
-    other = run_ranks(changed, 1, str(tmp_path / "c"), ["body"], ["head"])[0]
+    other = run_ranks(resume_with_groups, 1, str(tmp_path / "c"), ["body"], ["head"])[0]
     assert "its group 0 had 2 parameters when it was saved, and has 2 now (body.weight is not among them)" in other
 
 
-def decided_again(world: World, folder: str) -> Any:
+def resume_with_other_freezing(world: World, folder: str) -> Any:
     def loop(frozen: bool) -> Callable[[Run[Any]], Any]:
         def body(run: Run[Any]) -> Any:
             model = run.place(Net)
@@ -136,8 +136,8 @@ def decided_again(world: World, folder: str) -> Any:
     return attempt(world, Path(folder), loop(False), CONFIG, resume=True)
 
 
-def test_a_script_that_begins_otherwise_is_heard(tmp_path: Path) -> None:
-    trains, (promise, reason) = run_ranks(decided_again, 1, str(tmp_path))[0]
+def test_script_can_change_requires_grad_at_a_resume(tmp_path: Path) -> None:
+    trains, (promise, reason) = run_ranks(resume_with_other_freezing, 1, str(tmp_path))[0]
     assert trains
     assert promise == "exact until step 2"
     assert "requires_grad of body.weight from False to True" in reason
@@ -146,7 +146,7 @@ def test_a_script_that_begins_otherwise_is_heard(tmp_path: Path) -> None:
 # -- several processes
 
 
-def one_another_way(world: World, folder: str, what: str) -> Any:
+def differ_on_one_rank(world: World, folder: str, what: str) -> Any:
     def loop(run: Run[Any]) -> Any:
         names = ["a", "b", "c"] if run.rank == 0 or what != "order" else ["b", "a", "c"]
         model = run.place(lambda: nn.ModuleDict({name: nn.Linear(3, 2) for name in names}))
@@ -158,9 +158,11 @@ def one_another_way(world: World, folder: str, what: str) -> Any:
     return attempt(world, Path(folder), loop, CONFIG)
 
 
-def test_another_order_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(one_another_way, 2, str(tmp_path / "a"), "order"):
-        assert "have another order on each: a.weight is (2, 3) float32 on rank 0, and b.weight" in said
-        assert "sorted(names)" in said
-    for said in run_ranks(one_another_way, 2, str(tmp_path / "b"), "frozen"):
-        assert "are others on each: b.weight is (2, 3) float32 on rank 0, and b.weight is (2, 3) float32, not" in said
+def test_another_order_of_parameters_is_refused(tmp_path: Path) -> None:
+    for message in run_ranks(differ_on_one_rank, 2, str(tmp_path / "a"), "order"):
+        assert "have another order on each: a.weight is (2, 3) float32 on rank 0, and b.weight" in message
+        assert "sorted(names)" in message
+    for message in run_ranks(differ_on_one_rank, 2, str(tmp_path / "b"), "frozen"):
+        assert (
+            "are others on each: b.weight is (2, 3) float32 on rank 0, and b.weight is (2, 3) float32, not" in message
+        )

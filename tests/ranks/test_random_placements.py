@@ -1,4 +1,4 @@
-"""Runs drawn at random: however they lie over processes, and wherever they stop and go on, they have the same bits."""
+"""Random runs have the same bits for any layout over processes, and for any stop and resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from unisono.config.validate import check
 from unisono.testing import run_ranks
 
 
-class Drawn(NamedTuple):
-    """What is computed; `settings` say nothing of where."""
+class RandomRun(NamedTuple):
+    """A computation; its settings do not choose a layout."""
 
     settings: Settings
     kind: str
     length: int
-    noise: bool  # on the gradients, from the loop's own generators
+    noise: bool  # added to gradients, from global generators
 
 
 FORMS = (
@@ -43,7 +43,7 @@ FORMS = (
 )
 
 
-def draw_run(draw: Random) -> Drawn:
+def draw_run(draw: Random) -> RandomRun:
     virtual_ranks = draw.choice([2, 3, 4, 5, 7, 8, 8, 12, 13])
     batch = draw.choice([virtual_ranks, 2 * virtual_ranks, 3 * virtual_ranks + 1, virtual_ranks + 16])
     config = training.settings(
@@ -60,11 +60,13 @@ def draw_run(draw: Random) -> Drawn:
         form = replace(draw.choice(FORMS), groups=draw.choice([None, 2]), start_step=draw.choice([0, 2]))
         config = replace(config, compress=form)
     length = max(batch, draw.choice([batch + 1, 2 * batch - 1, 57, 101]))
-    return Drawn(config, draw.choice(["mlp", "gpt", "sometimes", "tensors", "weighted"]), length, draw.random() < 0.3)
+    return RandomRun(
+        config, draw.choice(["mlp", "gpt", "sometimes", "tensors", "weighted"]), length, draw.random() < 0.3
+    )
 
 
-def draw_placement(draw: Random, run: Drawn) -> tuple[int, Settings]:
-    """A number of processes, and how the run lies over them."""
+def draw_layout(draw: Random, run: RandomRun) -> tuple[int, Settings]:
+    """Choose a number of processes, and settings of the layout."""
     while True:
         size = draw.choice([1, 2, 2, 3, 3, 4, 5])
         config = replace(
@@ -87,7 +89,7 @@ def draw_placement(draw: Random, run: Drawn) -> tuple[int, Settings]:
             return size, config
 
 
-def train(size: int, config: Settings, run: Drawn, folder: Path, resume: bool, stop: int | None) -> list[Any]:
+def train(size: int, config: Settings, run: RandomRun, folder: Path, resume: bool, stop: int | None) -> list[Any]:
     return run_ranks(training.train, size, run.kind, config, str(folder), run.length, resume, None, stop, run.noise)
 
 
@@ -95,21 +97,21 @@ SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60)]
 
 
 @pytest.mark.parametrize("seed", [*range(4), *SLOW])
-def test_placement_never_changes_the_result(tmp_path: Path, seed: int) -> None:
+def test_layout_never_changes_the_result(tmp_path: Path, seed: int) -> None:
     draw = Random(seed)
     run = draw_run(draw)
     size, steps = 2 if run.settings.exchange == "server" else 1, run.settings.steps
     assert steps is not None
     assert not check(run.settings, size, CommandLine())
-    alone = train(size, run.settings, run, tmp_path / "alone", False, None)[-1]
+    reference = train(size, run.settings, run, tmp_path / "alone", False, None)[-1]
     losses: list[float] = []
     norms: list[float] = []
     stops = sorted(draw.sample(range(1, steps), min(steps - 1, draw.choice([0, 1, 2]))))
     for stop in [*stops, None]:
-        size, config = draw_placement(draw, run)
+        size, config = draw_layout(draw, run)
         found = train(size, config, run, tmp_path / "anywhere", bool(losses), stop)
         losses += found[-1]["losses"]
         norms += found[-1]["norms"]
-    assert losses == alone["losses"]
-    assert norms == alone["norms"]
-    assert {f["state"] for f in found} == {alone["state"]}
+    assert losses == reference["losses"]
+    assert norms == reference["norms"]
+    assert {f["state"] for f in found} == {reference["state"]}

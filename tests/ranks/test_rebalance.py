@@ -1,4 +1,4 @@
-"""Virtual ranks go where they are done sooner, and no bit of the result knows."""
+"""Load balancing and work stealing move virtual ranks to faster processes without changing bits."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from unisono.train.step_sync import StepSync
 
 CLAIMED: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
-    (3, {"virtual_ranks": 12, "batch": 24, "loader": LoaderSettings(workers=1)}),  # batches are fetched ahead
-    (2, {"batch": 36, "micro_batch": 2, "clip": 0.5}),  # several micro-batches each
-    (4, {"virtual_ranks": 13, "batch": 13}),  # some have nothing in the last step of an epoch
+    (3, {"virtual_ranks": 12, "batch": 24, "loader": LoaderSettings(workers=1)}),  # batches are prefetched
+    (2, {"batch": 36, "micro_batch": 2, "clip": 0.5}),  # several micro-batches per virtual rank
+    (4, {"virtual_ranks": 13, "batch": 13}),  # some virtual ranks are empty in the last step of an epoch
 ]
-"""How many processes, and what is not as in training.settings."""
+"""Number of processes, and changes of training.settings."""
 
 
-def slowed(world: World, config: Settings, folder: str, slow: int | None, times: float) -> dict[str, Any]:
+def train_slowed(world: World, config: Settings, folder: str, slow: int | None, times: float) -> dict[str, Any]:
     with SlowAt(times) if world.rank == slow else nullcontext():
         return training.train(world, "mlp", config, folder, length=403)
 
 
 @pytest.mark.parametrize(("size", "slow", "workers"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (3, 0, 0)])
-def test_a_slow_process_computes_less_and_the_bits_stay(tmp_path: Path, size: int, slow: int, workers: int) -> None:
+def test_slow_process_computes_less_with_the_same_bits(tmp_path: Path, size: int, slow: int, workers: int) -> None:
     config = replace(training.settings(steps=50, batch=48, virtual_ranks=12), loader=LoaderSettings(workers=workers))
-    (alone,) = run_ranks(slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
-    found = run_ranks(slowed, size, config, str(tmp_path / "slow"), slow, 4.0)
-    assert {f["state"] for f in found} == {alone["state"]}
-    assert found[0]["losses"] == alone["losses"]
+    (reference,) = run_ranks(train_slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
+    found = run_ranks(train_slowed, size, config, str(tmp_path / "slow"), slow, 4.0)
+    assert {f["state"] for f in found} == {reference["state"]}
+    assert found[0]["losses"] == reference["losses"]
     deals = found[0]["result"]["deals"]
     assert [f["result"]["deals"] for f in found] == [deals] * size
     counts = deals[0]["virtual_ranks"]
@@ -55,23 +55,23 @@ def test_a_slow_process_computes_less_and_the_bits_stay(tmp_path: Path, size: in
     assert found[slow]["rounds"] < 50 * 12 // size
 
 
-def test_switched_off_nothing_moves(tmp_path: Path) -> None:
+def test_assignment_is_fixed_when_balancing_is_off(tmp_path: Path) -> None:
     config = replace(training.settings(steps=40), balance=BalanceSettings(by_speed=False))
-    found = run_ranks(slowed, 2, config, str(tmp_path), 1, 4.0)
+    found = run_ranks(train_slowed, 2, config, str(tmp_path), 1, 4.0)
     assert "deals" not in found[0]["result"]
-    assert abs(found[0]["rounds"] - found[1]["rounds"]) <= 3  # the last batch of an epoch is short
+    assert abs(found[0]["rounds"] - found[1]["rounds"]) <= 3  # the last batch of an epoch is smaller
 
 
-def test_who_would_only_be_waited_for_gets_nothing_and_is_named(tmp_path: Path) -> None:
+def test_very_slow_process_gets_no_work_and_is_named(tmp_path: Path) -> None:
     config = replace(training.settings(steps=40, batch=24, virtual_ranks=3))
-    found = run_ranks(slowed, 3, config, str(tmp_path), 2, 10.0)
+    found = run_ranks(train_slowed, 3, config, str(tmp_path), 2, 10.0)
     assert found[0]["result"]["deals"][0]["virtual_ranks"][2] == 0
-    (alone,) = run_ranks(slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
-    assert {f["state"] for f in found} == {alone["state"]}
+    (reference,) = run_ranks(train_slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
+    assert {f["state"] for f in found} == {reference["state"]}
 
 
-def claimed(world: World, config: Settings, folder: str, kind: str, times: float) -> dict[str, Any]:
-    """A loop of which every step but the fourth is one with claims, and in each another process is slow."""
+def train_with_stealing(world: World, config: Settings, folder: str, kind: str, times: float) -> dict[str, Any]:
+    """Train with work stealing in each step but the fourth; in each step another process is slow."""
     torch.manual_seed(world.rank)
     with join(world) as group, SlowAt(1.0) as slow:
         run = build_run(config, world, group, Path(folder))
@@ -86,7 +86,7 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
             if isinstance(stealing, WorkStealing):
                 stealing.on = step.number % 4 != 3
                 slow.times = times if step.number % world.size == world.rank else 1.0
-            for _ in range(2 if step.number == 2 else 1):  # one step has two passes
+            for _ in range(2 if step.number == 2 else 1):  # step 2 has two passes
                 for x, y in step.over(optimizer):
                     rounds += 1
                     out = model(x)
@@ -101,28 +101,28 @@ def claimed(world: World, config: Settings, folder: str, kind: str, times: float
 
 
 @pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
-def test_claims_change_who_computes_and_no_bit(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
+def test_work_stealing_has_the_same_bits(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
     size, changes = case
     config = training.settings(steps=10, balance=BalanceSettings(work_stealing=True), **changes)
-    (alone,) = run_ranks(claimed, 1, config, str(tmp_path / "alone"), kind, 1.0)
-    found = run_ranks(claimed, size, config, str(tmp_path / "claimed"), kind, 5.0)
-    assert {f["state"] for f in found} == {alone["state"]}
-    assert found[0]["losses"] == alone["losses"]
-    assert sum(f["rounds"] for f in found) == alone["rounds"]
+    (reference,) = run_ranks(train_with_stealing, 1, config, str(tmp_path / "alone"), kind, 1.0)
+    found = run_ranks(train_with_stealing, size, config, str(tmp_path / "claimed"), kind, 5.0)
+    assert {f["state"] for f in found} == {reference["state"]}
+    assert found[0]["losses"] == reference["losses"]
+    assert sum(f["rounds"] for f in found) == reference["rounds"]
     assert sum(f["guests"] for f in found) > 0
 
 
-def test_it_is_named_although_it_computes_nothing_now() -> None:
-    """The others have become quicker, and in the step that shows it, it has no time of its own."""
-    said: list[str] = []
+def test_slow_process_without_work_is_named() -> None:
+    """It has no measured time in the step in which the others are faster."""
+    message: list[str] = []
     source: Any = SimpleNamespace(schedule=Schedule(((0, 1), (1, 2), (2, 3))), stealing=NoWorkStealing())
     world = ProcessGroup(size=3)
     mesh = replace(build_mesh(MeshShape(), ProcessGroup()), axes=MeshShape(replicate=3), world=world)
     rebalancer = Rebalancer(
-        Settings(steps=1, batch=3, virtual_ranks=3), mesh, source, StepSync(3, world), said.append, 0
+        Settings(steps=1, batch=3, virtual_ranks=3), mesh, source, StepSync(3, world), message.append, 0
     )
     for step, seconds in enumerate([[1.0, 1.0, 1.0]] * 60 + [[0.01, 0.01, 0.0]] * 100):
         rebalancer.apply(step, [(took, float(step), 0.0) for took in seconds])
     assert any(
-        line.startswith("Rank 2 would take 1e+03 ms for a virtual rank, where the others take 10:") for line in said
+        line.startswith("Rank 2 would take 1e+03 ms for a virtual rank, where the others take 10:") for line in message
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.ranks import loops
-from tests.ranks.test_same_bits import results, same
+from tests.ranks.test_same_bits import assert_same, results
 from tests.ranks.training import settings, train
 from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
@@ -33,7 +33,7 @@ from unisono.train.run import Run
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
     config = settings(exchange="wide")
     runs = [run for size in (1, 2, 3, 5, 8) for run in results(tmp_path, size, kind, config, length=53)]
-    same(runs)
+    assert_same(runs)
     assert runs[0]["result"]["promise"] == "exact"
     tree = results(tmp_path, 1, kind, settings(), length=53)[0]
     assert tree["losses"] == pytest.approx(runs[0]["losses"], rel=1e-4)
@@ -42,13 +42,15 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("changes", [{"batch": 24, "virtual_ranks": 4, "micro_batch": 2}, {"precision": "fp16"}])
 def test_micro_batches_and_scaled_losses(tmp_path: Path, changes: dict[str, Any]) -> None:
-    same([run for size in (1, 3) for run in results(tmp_path, size, "mlp", settings(exchange="wide", **changes))])
+    assert_same(
+        [run for size in (1, 3) for run in results(tmp_path, size, "mlp", settings(exchange="wide", **changes))]
+    )
 
 
 def test_shards_gathered_once_a_step_have_the_same_bits(tmp_path: Path) -> None:
     config = settings(exchange="wide", steps=4)
     shards = replace(config, parallel=ParallelSettings(shard=2, reshard="step"))
-    same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 4, "mlp", shards)])
+    assert_same([*results(tmp_path, 1, "mlp", config), *results(tmp_path, 4, "mlp", shards)])
 
 
 def test_a_resume_continues_with_the_same_grids(tmp_path: Path) -> None:

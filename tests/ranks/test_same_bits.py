@@ -1,4 +1,4 @@
-"""The claim: one result, whatever the number of processes."""
+"""The result does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def results(tmp_path: Path, size: int, kind: str, config: Any, **more: Any) -> l
     return run_ranks(partial(train, **more), size, kind, config, str(folder))
 
 
-def same(runs: list[dict[str, Any]]) -> None:
-    """Every process of every run has the same weights, losses, norms and sums."""
+def assert_same(runs: list[dict[str, Any]]) -> None:
+    """Check that all processes of all runs have the same weights, losses, norms and sums."""
     first = runs[0]
     for run in runs:
         assert run["state"] == first["state"]
@@ -44,58 +44,60 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("case", "kind"), every_pair(CASES, ["gpt", "mlp"]))
-def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, case: str) -> None:
+def test_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path, kind: str, case: str) -> None:
     changes: dict[str, Any] = dict(CASES[case])
     if "loader" in changes:
         changes["loader"] = LoaderSettings(**changes["loader"])
     config = settings(**changes)
-    # 53 is prime: the last batch of an epoch is short, and some virtual ranks get nothing in it
+    # 53 is prime: the last batch of an epoch is smaller, and some virtual ranks are empty in it.
     sizes = (1, 2, 3, 5) if config.virtual_ranks == 5 else (1, 3, 4) if config.virtual_ranks == 4 else (1, 2, 3, 8)
     runs = [run for size in sizes for run in results(tmp_path, size, kind, config, length=53)]
-    same(runs)
+    assert_same(runs)
     assert runs[0]["losses"][0] != runs[0]["losses"][-1]
 
 
-def test_workers_and_micro_batches_are_told_apart(tmp_path: Path) -> None:
-    """The comparison above could not fail if all runs were alike: another micro-batch is another computation."""
+def test_other_micro_batches_give_other_bits(tmp_path: Path) -> None:
+    """The comparison above can fail: another micro-batch size is another computation."""
     one = results(tmp_path, 1, "mlp", settings())[0]
     two = results(tmp_path, 1, "mlp", settings(micro_batch=1))[0]
     assert one["state"] != two["state"]
 
 
-def test_a_process_with_nothing_to_do_takes_part(tmp_path: Path) -> None:
-    """3 samples on 8 virtual ranks: five of eight processes compute nothing, in every step."""
+def test_processes_without_samples(tmp_path: Path) -> None:
+    """With 3 samples on 8 virtual ranks, five of eight processes compute nothing."""
     config = settings(batch=8, virtual_ranks=8, steps=4)
     runs = [run for size in (1, 8) for run in results(tmp_path, size, "gpt", config, length=3)]
-    same(runs)
+    assert_same(runs)
     assert sorted(run["rounds"] for run in runs[1:]) == [0] * 5 + [4] * 3
 
 
-def test_a_parameter_that_nobody_used_keeps_no_gradient(tmp_path: Path) -> None:
+def test_unused_parameter_has_no_gradient(tmp_path: Path) -> None:
     for run in results(tmp_path, 2, "gpt", settings(steps=2)):
         assert run["unused"] is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_new_placement_changes_who_computes_and_nothing_else(tmp_path: Path, workers: int) -> None:
+def test_reassignment_does_not_change_bits(tmp_path: Path, workers: int) -> None:
     config = settings(steps=14, loader=LoaderSettings(workers=workers))
     deals = {2: ((0, 7), (7, 8), (8, 8)), 7: ((0, 1), (1, 2), (2, 8))}
     undisturbed = results(tmp_path, 1, "mlp", config)
     dealt = results(tmp_path, 3, "mlp", config, deals=deals)
-    same([*undisturbed, *dealt])
+    assert_same([*undisturbed, *dealt])
     held = dealt[0]["held"]
-    assert held == dealt[1]["held"] == dealt[2]["held"]  # agreed on, though each had fetched ahead as it liked
+    assert (
+        held == dealt[1]["held"] == dealt[2]["held"]
+    )  # equal, although processes had prefetched different numbers of batches
     assert 2 + bool(workers) <= held[2] < 7
     assert dealt[0]["rounds"] > dealt[1]["rounds"]
 
 
-def test_what_the_loop_draws_around_its_rounds_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Noise on the gradient after the rounds, numbers drawn before them; also when it goes on from a checkpoint."""
+def test_random_numbers_outside_micro_batches_are_equal(tmp_path: Path) -> None:
+    """Draw numbers before the micro-batches and add noise to gradients after them, also after a resume."""
     for virtual_ranks in (1, 4):
         config = settings(virtual_ranks=virtual_ranks)
         sizes = (1,) if virtual_ranks == 1 else (1, 3)
         runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, noise=True)]
-        same(runs)
+        assert_same(runs)
         assert runs[0]["state"] != results(tmp_path, 1, "mlp", config)[0]["state"]
         halves = str(tmp_path / f"halves-{virtual_ranks}")
         run_ranks(partial(train, noise=True, stop_after=3), 1, "mlp", config, halves)
@@ -104,12 +106,12 @@ def test_what_the_loop_draws_around_its_rounds_is_the_same_everywhere(tmp_path: 
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 4])
-def test_tensors_are_read_at_once_with_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
-    """By loader workers too, and going on from a checkpoint, though nobody seeds for them with one virtual rank."""
+def test_tensor_datasets_are_read_in_batches_with_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
+    """Also in loader workers and after a resume, where one virtual rank needs no seeding."""
     config = settings(virtual_ranks=virtual_ranks)
     runs = [run for size in {1, virtual_ranks} for run in results(tmp_path, size, "tensors", config)]
     runs += results(tmp_path, 1, "tensors", replace(config, loader=LoaderSettings(workers=2)))
-    same(runs)
+    assert_same(runs)
     halves = str(tmp_path / "halves")
     run_ranks(partial(train, stop_after=3), virtual_ranks, "tensors", config, halves)
     (resumed,) = run_ranks(partial(train, resume=True), 1, "tensors", config, halves)
@@ -117,7 +119,7 @@ def test_tensors_are_read_at_once_with_the_same_bits(tmp_path: Path, virtual_ran
     assert runs[0]["state"] != results(tmp_path, 1, "tensors", replace(config, seed=1))[0]["state"]
 
 
-def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
+def test_allreduce_agrees_up_to_rounding_and_promises_tolerance(tmp_path: Path) -> None:
     tree = results(tmp_path, 1, "mlp", settings())[0]
     for size in (1, 3):
         for run in results(tmp_path, size, "mlp", settings(exchange="allreduce")):
@@ -127,7 +129,7 @@ def test_the_fast_path_agrees_to_rounding_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_there_is_one_flat_copy_for_every_partial_sum_that_travels(tmp_path: Path, size: int) -> None:
+def test_one_flat_copy_per_partial_sum_that_is_sent(tmp_path: Path, size: int) -> None:
     sends = Plan(8, assign_evenly(8, size))
     expected = [len(sends.sends(rank)) for rank in range(size)]
     assert [run["copies"] for run in results(tmp_path, size, "mlp", settings(steps=3))] == expected

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.agreement import GPT, LENGTH, Came, Sentences, agree, come
+from tests.ranks.agreement import GPT, LENGTH, Sentences, TrainResult, assert_agree, train_gpt
 from tests.ranks.loops import attempt
 from unisono.config import ParallelSettings, Settings
 from unisono.testing import run_ranks
@@ -22,12 +22,12 @@ CONFIG = Settings(steps=3, batch=28, virtual_ranks=12, micro_batch=2, clip=0.5)
 """Over 60 sequences: the third step has four of them, so eight virtual ranks have nothing."""
 
 
-def beside(replicas: int, folder: Path, length: int = LENGTH, **ways: Any) -> Came:
+def beside(replicas: int, folder: Path, length: int = LENGTH, **ways: Any) -> TrainResult:
     """What comes of so many replicas of the layout: the same on all their processes."""
     parallel = ParallelSettings(tensor=2, pipeline=2, **ways)
     config = replace(CONFIG, parallel=parallel)
     everybody = run_ranks(
-        come, INSIDE * replicas, str(folder / str(replicas)), config, GPT, None, False, length, seconds=120.0
+        train_gpt, INSIDE * replicas, str(folder / str(replicas)), config, GPT, None, False, length, seconds=120.0
     )
     first = everybody[0]
     for came in everybody:
@@ -37,7 +37,7 @@ def beside(replicas: int, folder: Path, length: int = LENGTH, **ways: Any) -> Ca
     return first._replace(gradients=gradients, weights=weights)
 
 
-def bits(came: Came) -> Any:
+def bits(came: TrainResult) -> Any:
     return came.losses, came.norms, came.fingerprint
 
 
@@ -45,10 +45,10 @@ def bits(came: Came) -> Any:
 def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: Path) -> None:
     one = beside(1, tmp_path)
     assert bits(beside(2, tmp_path)) == bits(one)
-    (truth,) = run_ranks(come, 1, str(tmp_path / "alone"), CONFIG)
-    agree(one, truth)
+    (truth,) = run_ranks(train_gpt, 1, str(tmp_path / "alone"), CONFIG)
+    assert_agree(one, truth)
     assert one.promise[0] == "exact"
-    assert "other layouts than tensor=2 agree to rounding" in one.promise[1]
+    assert "other layouts than tensor=2 assert_agree to rounding" in one.promise[1]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
 )
 def test_divided_sequences_and_logits_in_a_pipeline(tmp_path: Path, ways: dict[str, Any]) -> None:
     """Sequences of 11 positions: 6 on the first process, 5 on the second."""
-    (truth,) = run_ranks(come, 1, str(tmp_path / "alone"), CONFIG, GPT, None, False, 11)
-    agree(beside(1, tmp_path, length=11, sequence_parallel=True, **ways), truth)
+    (truth,) = run_ranks(train_gpt, 1, str(tmp_path / "alone"), CONFIG, GPT, None, False, 11)
+    assert_agree(beside(1, tmp_path, length=11, sequence_parallel=True, **ways), truth)
 
 
 def forward(run: Run[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Several passes a step, several optimizers, one's own optimizer, no data at all: the same bits anywhere."""
+"""Several passes per step, several or custom optimizers, and loops without data have the same bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of
+from tests.ranks.loops import SETTINGS, Numbers, attempt, loss_of, results_on_sizes
 from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
@@ -36,22 +36,22 @@ class Adversaries:
         fake = self.g(torch.randn(len(x), 2))
         return (
             F.softplus(-self.d(x)).sum() + F.softplus(self.d(fake)).sum()
-        )  # not detached: no gradient goes to g anyway
+        )  # not detached: this pass gives g no gradient
 
     def loss_g(self, x: torch.Tensor) -> torch.Tensor:
         return F.softplus(-self.d(self.g(torch.randn(len(x), 2)))).sum()
 
     def penalty(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the discriminator's slope between real and made points (WGAN-GP, arXiv 1704.00028)."""
+        """Return the gradient penalty between real and generated points (WGAN-GP, arXiv 1704.00028)."""
         between = torch.lerp(x, self.g(torch.randn(len(x), 2)).detach(), torch.rand(len(x), 1)).requires_grad_()
         (slope,) = torch.autograd.grad(self.d(between).sum(), between, create_graph=True)
         return (slope.norm(dim=1) - 1).square().sum()
 
 
 def alternating(run: Run[Any]) -> Any:
-    """The discriminator twice, with a gradient penalty, then the generator."""
+    """Update the discriminator twice, with a gradient penalty, then the generator."""
     a = Adversaries(run)
-    told: list[Any] = []
+    results: list[Any] = []
     for step in run.steps(Numbers(23)):
         for _ in range(2):
             for x, i in step.over(a.of_d):
@@ -60,7 +60,7 @@ def alternating(run: Run[Any]) -> Any:
             assert all(p.grad is None for p in a.g.parameters())
             norm = step.grad_norm
             step.update(a.of_d, clip=0.5)
-        told += [step.loss, norm, step.mean("seen")]
+        results += [step.loss, norm, step.mean("seen")]
         step.run(
             a.g,
             lambda out, x, i: (F.softplus(-a.d(out)).sum(), len(i)),
@@ -69,12 +69,12 @@ def alternating(run: Run[Any]) -> Any:
         )
         assert all(p.grad is None for p in a.d.parameters())
         step.update(a.of_g)
-        told += [step.loss, step.weight, step.mean("seen")]
-    return [*told, run.context.state.fingerprint()]
+        results += [step.loss, step.weight, step.mean("seen")]
+    return [*results, run.context.state.fingerprint()]
 
 
 def together(run: Run[Any]) -> Any:
-    """Both gradients from the same weights, then both updates at once."""
+    """Compute both gradients with the same weights, then update both."""
     a = Adversaries(run)
     for step in run.steps(Numbers(23)):
         for x, i in step.over(a.of_d):
@@ -86,8 +86,8 @@ def together(run: Run[Any]) -> Any:
     return run.context.state.fingerprint()
 
 
-def in_turn(run: Run[Any]) -> Any:
-    """One of the two a step."""
+def one_per_step(run: Run[Any]) -> Any:
+    """Update one of the two in each step."""
     a = Adversaries(run)
     for step in run.steps(Numbers(23)):
         optimizer, loss = (a.of_d, a.loss_d) if step.number % 2 else (a.of_g, a.loss_g)
@@ -98,7 +98,7 @@ def in_turn(run: Run[Any]) -> Any:
 
 
 class SignOfMomentum(torch.optim.Optimizer):
-    """An optimizer of one's own (Lion, arXiv 2302.06675): it needs nothing from anybody."""
+    """A custom optimizer (Lion, arXiv 2302.06675)."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -114,14 +114,14 @@ class SignOfMomentum(torch.optim.Optimizer):
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule of one's own."""
+    """A custom schedule."""
 
     def get_lr(self) -> list[float | torch.Tensor]:
         return [lr * min(1.0, (self.last_epoch + 1) / 4) for lr in self.base_lrs]
 
 
-def of_ones_own(run: Run[Any]) -> Any:
-    """An own optimizer and schedule, an average of the weights, and gradients changed by hand."""
+def custom_optimizer(run: Run[Any]) -> Any:
+    """Use a custom optimizer and schedule, a weight average, and changed gradients."""
     model = run.place(lambda: nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)))
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
     optimizer = SignOfMomentum(model.parameters(), lr=0.01)
@@ -139,7 +139,7 @@ def of_ones_own(run: Run[Any]) -> Any:
 
 
 def without_data(run: Run[Any]) -> Any:
-    """Made points; the numbers go on from step to step."""
+    """Train on generated points, whose micro-batch numbers continue from step to step."""
     model = run.place(lambda: nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     run.track(model=model, optimizer=optimizer)
@@ -157,13 +157,13 @@ def without_data(run: Run[Any]) -> Any:
 LOOPS: dict[str, Callable[[Run[Any]], Any]] = {
     "alternating": alternating,
     "together": together,
-    "in turn": in_turn,
-    "of one's own": of_ones_own,
+    "in turn": one_per_step,
+    "of one's own": custom_optimizer,
     "without data": without_data,
 }
 
 
-def all_loops(world: World, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+def run_loops(world: World, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {
         name: attempt(world, Path(folder) / name, loop, replace(CONFIG, virtual_ranks=3, **changes), verified=True)
         for name, loop in LOOPS.items()
@@ -172,25 +172,24 @@ def all_loops(world: World, folder: str, changes: dict[str, Any]) -> dict[str, A
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("passes")
-    return [told for size in (1, 2, 3) for told in run_ranks(all_loops, size, str(folder / str(size)), {})]
+    return results_on_sizes(run_loops, tmp_path_factory.mktemp("passes"), {})
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_any_number_of_processes_gives_the_same_bits(runs: list[dict[str, Any]], name: str) -> None:
+def test_bits_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
     assert not str(runs[0][name]).startswith(("unisono", "Assertion")), runs[0][name]
-    assert all(told[name] == runs[0][name] for told in runs)
+    assert all(results[name] == runs[0][name] for results in runs)
 
 
 def test_passes_in_half_precision(tmp_path: Path) -> None:
     changes = {"precision": "bf16"}
-    first, *others = [told for n in (1, 2) for told in run_ranks(all_loops, n, str(tmp_path / str(n)), changes)]
-    assert all(told == first for told in others)
+    first, *others = [results for n in (1, 2) for results in run_ranks(run_loops, n, str(tmp_path / str(n)), changes)]
+    assert all(results == first for results in others)
     assert "Error" not in str(first)
 
 
-def beside(run: Run[Any]) -> Any:
-    """With one virtual rank: the two losses by hand, with the same numbers drawn."""
+def by_hand(run: Run[Any]) -> Any:
+    """Compute both losses by hand with one virtual rank and the same random numbers."""
     a = Adversaries(run)
     twins = [
         nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
@@ -236,27 +235,27 @@ def divide(model: nn.Module, by: int) -> None:
         p.grad /= by
 
 
-def test_with_one_virtual_rank_it_is_the_loop_by_hand(tmp_path: Path) -> None:
-    assert run_ranks(attempt, 1, tmp_path, beside, replace(CONFIG, virtual_ranks=1)) == [True]
+def test_one_virtual_rank_matches_a_loop_by_hand(tmp_path: Path) -> None:
+    assert run_ranks(attempt, 1, tmp_path, by_hand, replace(CONFIG, virtual_ranks=1)) == [True]
 
 
 # -- breaches
 
 
-def same_again(step: Step, a: Adversaries) -> None:
+def repeat_pass(step: Step, a: Adversaries) -> None:
     for _ in range(2):
         for x, i in step.over(a.of_d):
             step.backward(a.loss_d(x), weight=len(i))
 
 
-def inside(step: Step, a: Adversaries) -> None:
+def nested_pass(step: Step, a: Adversaries) -> None:
     for x, i in step.over(a.of_d):
         step.backward(a.loss_d(x), weight=len(i))
         for _ in step.over(a.of_g):
             pass
 
 
-def after_all(step: Step, a: Adversaries) -> None:
+def pass_after_update(step: Step, a: Adversaries) -> None:
     for x, i in step:
         step.backward(a.loss_d(x), weight=len(i))
     step.update(a.of_d, a.of_g)
@@ -264,7 +263,7 @@ def after_all(step: Step, a: Adversaries) -> None:
         pass
 
 
-def forgotten(step: Step, a: Adversaries) -> None:
+def missing_update(step: Step, a: Adversaries) -> None:
     same = [a.of_d, a.of_g]
     for optimizer in same:
         for x, i in step.over(optimizer):
@@ -278,36 +277,36 @@ def without_a_pass(step: Step, a: Adversaries) -> None:
     step.update(a.of_d, a.of_g)
 
 
-def nothing(step: Step, a: Adversaries) -> None:
+def no_pass(step: Step, a: Adversaries) -> None:
     for _ in step.over():
         pass
 
 
 BREACHES: dict[str, tuple[Callable[[Step, Adversaries], None], str]] = {
-    "the same parameters again": (same_again, "began a pass over the same parameters again"),
-    "inside": (inside, "began another pass inside of one"),
-    "after all": (after_all, "began another pass inside of one"),
-    "forgotten": (forgotten, "ended without an update"),
+    "the same parameters again": (repeat_pass, "began a pass over the same parameters again"),
+    "inside": (nested_pass, "began another pass inside of one"),
+    "after all": (pass_after_update, "began another pass inside of one"),
+    "forgotten": (missing_update, "ended without an update"),
     "without a pass": (without_a_pass, "No pass of this step has made a gradient"),
-    "nothing": (nothing, "holds no parameter"),
+    "nothing": (no_pass, "holds no parameter"),
 }
 
 
-def broken(run: Run[Any], body: Callable[[Step, Adversaries], None]) -> None:
+def run_wrong(run: Run[Any], body: Callable[[Step, Adversaries], None]) -> None:
     a = Adversaries(run)
     for step in run.steps(Numbers(23)):
         body(step, a)
 
 
-def breaches(world: World, folder: str) -> dict[str, Any]:
+def wrong_bodies(world: World, folder: str) -> dict[str, Any]:
     return {
-        name: attempt(world, Path(folder) / name, partial(broken, body=body), replace(CONFIG, virtual_ranks=3))
+        name: attempt(world, Path(folder) / name, partial(run_wrong, body=body), replace(CONFIG, virtual_ranks=3))
         for name, (body, _) in BREACHES.items()
     }
 
 
-def test_breaches_end_in_the_same_words_everywhere(tmp_path: Path) -> None:
-    first, second = run_ranks(breaches, 2, str(tmp_path))
+def test_wrong_passes_raise_the_same_error_on_all_processes(tmp_path: Path) -> None:
+    first, second = run_ranks(wrong_bodies, 2, str(tmp_path))
     for name, (_, words) in BREACHES.items():
         assert words in first[name], first[name]
         assert second[name] == first[name]

@@ -1,4 +1,4 @@
-"""What happens to one process alone, or is done by it alone: everybody hears of it, and nobody waits."""
+"""Errors and calls on only one process are reported on all processes, without a hang."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from unisono.testing import finish_run, run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
 
-# -- what one process alone meets
+# -- errors of one process
 
 
 class Fails(Numbers):
-    """Fetching the number 9, in the last step, does not work: it raises, or takes its process along."""
+    """A data set in which sample 9, in the last step, raises or ends its process."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Fails(Numbers):
         return super().__getitem__(i)
 
 
-def fetch(world: World, folder: str, how: str, workers: int) -> Any:
+def fetch_failing(world: World, folder: str, how: str, workers: int) -> Any:
     config = replace(SETTINGS, loader=LoaderSettings(workers=workers))
     return attempt(world, Path(folder), lambda run: train(run, data=Fails(how)), config, verified=True)
 
@@ -62,22 +62,20 @@ NOTE = r"while fetching the samples 9 of step 2, virtual rank 3\n$"
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_fetch_that_fails_is_told_with_its_place(
-    tmp_path: Path, size: int, how: str, workers: int, words: str
-) -> None:
-    told = run_ranks(fetch, size, str(tmp_path), how, workers)
-    theirs = [end for end in told if not re.search(words, end, re.DOTALL)]
-    assert len(theirs) == size - 1, told
+def test_failed_sample_is_named(tmp_path: Path, size: int, how: str, workers: int, words: str) -> None:
+    results = run_ranks(fetch_failing, size, str(tmp_path), how, workers)
+    theirs = [end for end in results if not re.search(words, end, re.DOTALL)]
+    assert len(theirs) == size - 1, results
     for end in theirs:
         assert re.match(
             r"unisono\.errors\.PeerLostError: .* failed: a process of the run is gone.*--resume", end, re.DOTALL
         ), end
 
 
-# -- what only some do
+# -- calls on only some processes
 
 
-def evaluates_alone(run: Run[Any]) -> Any:
+def evaluate_on_one_rank(run: Run[Any]) -> Any:
     model = run.place(linear)
     optimizer = sgd(model)
     run.track(model=model, optimizer=optimizer)
@@ -90,7 +88,7 @@ def evaluates_alone(run: Run[Any]) -> Any:
     return None
 
 
-def leaves_alone(run: Run[Any]) -> Any:
+def leave_on_one_rank(run: Run[Any]) -> Any:
     def after(step: Step, optimizer: Any) -> None:
         step.update(optimizer)
         if run.rank == 1:
@@ -103,8 +101,8 @@ def leaves_alone(run: Run[Any]) -> Any:
 
 
 ELSEWHERE: dict[str, tuple[Loop, str]] = {
-    "an evaluation": (evaluates_alone, "1 at a step and 1 at run.evaluate.*on every process"),
-    "the end": (leaves_alone, "1 at a step and 1 at the script's end"),
+    "an evaluation": (evaluate_on_one_rank, "1 at a step and 1 at run.evaluate.*on every process"),
+    "the end": (leave_on_one_rank, "1 at a step and 1 at the script's end"),
     "a place": (lambda run: run.place(linear) if run.is_main else train(run), "1 at"),
     "a first": (lambda run: run.first().__enter__() if run.is_main else train(run), "1 at"),
     "other data": (
@@ -118,25 +116,25 @@ ELSEWHERE: dict[str, tuple[Loop, str]] = {
 }
 
 
-def go_elsewhere(world: World, folder: str) -> dict[str, Any]:
-    def whole_script(loop: Loop) -> Loop:
+def run_different_calls(world: World, folder: str) -> dict[str, Any]:
+    def as_script(loop: Loop) -> Loop:
         def script(run: Run[Any]) -> None:
             loop(run)
             finish_run(run)
 
         return script
 
-    return {name: attempt(world, Path(folder, name), whole_script(loop)) for name, (loop, _) in ELSEWHERE.items()}
+    return {name: attempt(world, Path(folder, name), as_script(loop)) for name, (loop, _) in ELSEWHERE.items()}
 
 
-def test_who_is_elsewhere_is_told_by_everybody_and_nobody_waits(tmp_path: Path) -> None:
-    for told in run_ranks(go_elsewhere, 2, str(tmp_path)):
+def test_different_calls_raise_on_all_processes(tmp_path: Path) -> None:
+    for results in run_ranks(run_different_calls, 2, str(tmp_path)):
         for name, (_, words) in ELSEWHERE.items():
-            assert isinstance(told[name], str), name
-            assert re.search(words, told[name], re.DOTALL), told[name]
+            assert isinstance(results[name], str), name
+            assert re.search(words, results[name], re.DOTALL), results[name]
 
 
-def one_gives_up(world: World, folder: str) -> Any:
+def raise_on_one_rank(world: World, folder: str) -> Any:
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         if world.rank == 1 and step.number == 1:
             raise ZeroDivisionError("of rank 1 alone")
@@ -145,8 +143,8 @@ def one_gives_up(world: World, folder: str) -> Any:
     return attempt(world, Path(folder), lambda run: train(run, body))
 
 
-def test_an_error_on_one_process_is_that_process_s_and_the_others_hear_of_it(tmp_path: Path) -> None:
-    told = run_ranks(one_gives_up, 3, str(tmp_path))
-    assert told[1] == "ZeroDivisionError: of rank 1 alone\n"
-    for end in (told[0], told[2]):
+def test_error_on_one_process_is_reported_to_the_others(tmp_path: Path) -> None:
+    results = run_ranks(raise_on_one_rank, 3, str(tmp_path))
+    assert results[1] == "ZeroDivisionError: of rank 1 alone\n"
+    for end in (results[0], results[2]):
         assert "PeerLostError: Step 1's exchange failed: a process" in end

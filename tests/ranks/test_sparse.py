@@ -20,7 +20,7 @@ from unisono.train.run import Run
 
 
 class Words(nn.Module):
-    """Twelve of three words a sample, so that every micro-batch has each of them several times."""
+    """An embedding of three words with twelve tokens per sample, so that each word repeats in a micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,20 +62,20 @@ CASES: dict[str, tuple[Loop, dict[str, Any]]] = {
 }
 
 
-def all_of_them(world: World, folder: Path) -> dict[str, Any]:
+def train_replicas(world: World, folder: Path) -> dict[str, Any]:
     config = replace(SETTINGS, batch=16)
     return {name: attempt(world, folder / name, body, replace(config, **more)) for name, (body, more) in CASES.items()}
 
 
-def in_shards(world: World, folder: Path) -> Any:
+def train_shards(world: World, folder: Path) -> Any:
     config = replace(SETTINGS, batch=16, parallel=ParallelSettings(shard=world.size, reshard="step"))
     return attempt(world, folder, loop(clip=0.1), config)
 
 
-def test_sparse_gradients_have_the_same_bits_on_any_number_of_processes(tmp_path: Path) -> None:
-    (truth,) = run_ranks(all_of_them, 1, tmp_path / "1")
+def test_sparse_gradients_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+    (truth,) = run_ranks(train_replicas, 1, tmp_path / "1")
     assert {promise for _, _, promise in truth.values()} == {"exact"}
-    for came in run_ranks(all_of_them, 3, tmp_path / "3"):
-        differ = [name for name in truth if came[name] != truth[name]]
+    for result in run_ranks(train_replicas, 3, tmp_path / "3"):
+        differ = [name for name in truth if result[name] != truth[name]]
         assert differ == ["without merging"]
-    assert [came[0] for came in run_ranks(in_shards, 2, tmp_path / "shards")] == [truth["clipped"][0]] * 2
+    assert [result[0] for result in run_ranks(train_shards, 2, tmp_path / "shards")] == [truth["clipped"][0]] * 2

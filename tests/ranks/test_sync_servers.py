@@ -1,4 +1,4 @@
-"""Parameter servers in step: the bits of the tree, on any number of workers and servers, saved and resumed."""
+"""Synchronous parameter servers: the bits of the tree for any number of workers and servers, and after a resume."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from unisono.train.run import Run
 TREE = settings(clip=0.5, checkpoint=CheckpointSettings(every=3, keep=9))
 
 
-def served(config: Settings, count: int) -> Settings:
+def server_settings(config: Settings, count: int) -> Settings:
     return replace(config, exchange="server", server=ServerSettings(count=count))
 
 
-def told(out: dict[str, Any]) -> tuple[Any, ...]:
+def comparable(out: dict[str, Any]) -> tuple[Any, ...]:
     return out["losses"], out["norms"], out["state"]
 
 
 @pytest.fixture(scope="module", params=["mlp", "gpt"])
-def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """One process under the tree."""
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """Train on one process with exchange=tree."""
     (out,) = run_ranks(train, 1, request.param, TREE, str(tmp_path_factory.mktemp("alone")), 53)
-    return request.param, told(out)
+    return request.param, comparable(out)
 
 
 @pytest.mark.parametrize(("size", "count"), [(2, 1), (4, 1), (4, 2), (5, 3)])
-def test_servers_have_the_bits_of_one_process(alone: tuple[str, Any], size: int, count: int, tmp_path: Path) -> None:
-    kind, expected = alone
-    outs = run_ranks(train, size, kind, served(TREE, count), str(tmp_path), 53)
-    assert [told(out) for out in outs] == [expected] * size
+def test_servers_match_one_process(reference: tuple[str, Any], size: int, count: int, tmp_path: Path) -> None:
+    kind, expected = reference
+    outs = run_ranks(train, size, kind, server_settings(TREE, count), str(tmp_path), 53)
+    assert [comparable(out) for out in outs] == [expected] * size
     assert [out["rounds"] > 0 for out in outs] == [rank >= count for rank in range(size)]
     assert outs[0]["result"]["promise"] == "exact"
 
 
 def state_of(world: World, folder: Path, config: Settings) -> Any:
-    """How many parameters' states the optimizer has here, after a training."""
+    """Train, and return the number of parameters with optimizer state on this process."""
 
     def tell(run: Run[Any]) -> int:
         optimizers: list[torch.optim.Optimizer] = []
@@ -64,8 +64,8 @@ def state_of(world: World, folder: Path, config: Settings) -> Any:
     return attempt(world, folder, tell, config)
 
 
-def test_only_servers_keep_an_optimizers_state(tmp_path: Path) -> None:
-    config = replace(served(Settings(steps=2, batch=8, virtual_ranks=4), 2))
+def test_only_servers_have_optimizer_state(tmp_path: Path) -> None:
+    config = replace(server_settings(Settings(steps=2, batch=8, virtual_ranks=4), 2))
     first, second, *workers = run_ranks(state_of, 4, tmp_path, config)
     assert first > 0
     assert second > 0
@@ -73,7 +73,7 @@ def test_only_servers_keep_an_optimizers_state(tmp_path: Path) -> None:
     assert workers == [0, 0]
 
 
-def interrupted(world: World, folder: str, config: Settings, stop_after: int | None, resume: bool) -> Any:
+def train_part(world: World, folder: str, config: Settings, stop_after: int | None, resume: bool) -> Any:
     out = attempt(
         world,
         Path(folder),
@@ -86,20 +86,18 @@ def interrupted(world: World, folder: str, config: Settings, stop_after: int | N
 
 
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (3, 1)), ((3, 1), (4, 2)), ((2, 0), (4, 2)), ((4, 2), (1, 0))])
-def test_a_run_goes_on_with_other_servers_or_with_none(
-    before: tuple[int, int], after: tuple[int, int], tmp_path: Path
-) -> None:
-    """Of each pair the second is the number of servers; 0: the tree."""
-    ((_, expected),) = run_ranks(interrupted, 1, str(tmp_path / "whole"), TREE, None, False)
+def test_resume_with_other_servers_or_without(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
+    """The second number of each pair is that of servers; 0: exchange=tree."""
+    ((_, expected),) = run_ranks(train_part, 1, str(tmp_path / "whole"), TREE, None, False)
     folder = str(tmp_path / "parts")
     for (size, count), stop in ((before, 4), (after, None)):
-        config = served(TREE, count) if count else TREE
-        outs = run_ranks(interrupted, size, folder, config, stop, stop is None)
+        config = server_settings(TREE, count) if count else TREE
+        outs = run_ranks(train_part, size, folder, config, stop, stop is None)
     assert {state for _, state in outs} == {expected}
 
 
-def frozen_and_back(world: World, folder: Path, config: Settings) -> Any:
-    """A parameter is frozen for a step: it comes back to the server that has its momentum."""
+def freeze_and_unfreeze(world: World, folder: Path, config: Settings) -> Any:
+    """Freeze a parameter for a step; later it is on the server that has its momentum."""
 
     def tell(run: Run[Any]) -> Any:
         seen: list[nn.Module] = []
@@ -118,14 +116,14 @@ def frozen_and_back(world: World, folder: Path, config: Settings) -> Any:
     return attempt(world, folder, tell, config)
 
 
-def test_a_parameter_stays_with_its_server_while_others_are_frozen(tmp_path: Path) -> None:
+def test_parameter_stays_on_its_server_while_others_are_frozen(tmp_path: Path) -> None:
     config = Settings(steps=5, batch=8, virtual_ranks=4)
-    (expected,) = run_ranks(frozen_and_back, 1, tmp_path / "a", config)
-    assert run_ranks(frozen_and_back, 4, tmp_path / "b", served(config, 2)) == [expected] * 4
+    (expected,) = run_ranks(freeze_and_unfreeze, 1, tmp_path / "a", config)
+    assert run_ranks(freeze_and_unfreeze, 4, tmp_path / "b", server_settings(config, 2)) == [expected] * 4
 
 
-class Foreign:
-    """Steps, and is none of torch's."""
+class CustomOptimizer:
+    """An optimizer that is not a torch.optim.Optimizer."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": list(params)}]
@@ -143,19 +141,19 @@ class Foreign:
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def with_foreign(world: World, folder: Path, config: Settings) -> Any:
-    return attempt(world, folder, lambda run: small(run, make=lambda m: Foreign(m.parameters())), config)
+def train_with_custom_optimizer(world: World, folder: Path, config: Settings) -> Any:
+    return attempt(world, folder, lambda run: small(run, make=lambda m: CustomOptimizer(m.parameters())), config)
 
 
-def test_an_optimizer_that_is_none_of_torchs_has_one_server(tmp_path: Path) -> None:
+def test_custom_optimizer_has_one_server(tmp_path: Path) -> None:
     config = Settings(steps=2, batch=8, virtual_ranks=4)
-    one = run_ranks(with_foreign, 3, tmp_path / "one", served(config, 1))
-    assert one == run_ranks(with_foreign, 1, tmp_path / "tree", config) * 3
-    for said in run_ranks(with_foreign, 3, tmp_path / "two", served(config, 2)):
-        assert "several servers" in said
+    one = run_ranks(train_with_custom_optimizer, 3, tmp_path / "one", server_settings(config, 1))
+    assert one == run_ranks(train_with_custom_optimizer, 1, tmp_path / "tree", config) * 3
+    for message in run_ranks(train_with_custom_optimizer, 3, tmp_path / "two", server_settings(config, 2)):
+        assert "several servers" in message
 
 
-def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
+def test_parameters_are_divided_evenly_and_keep_their_server() -> None:
     params = [torch.zeros(size) for size in (100, 3, 50, 50, 7, 200, 1, 90)]
     shares = ParameterAssignment(3)
     first = [shares.of(p) for p in params[:4]]
@@ -166,14 +164,14 @@ def test_shares_are_even_to_one_parameter_and_stay_when_others_come() -> None:
     assert max(shares.bytes) <= total / 3 + 800
 
 
-def test_a_crew_has_roles() -> None:
+def test_roles_of_processes() -> None:
     crew = assign_roles(ProcessGroup(rank=1, size=4), 2)
     assert (crew.is_server, list(crew.workers)) == (True, [2, 3])
     assert not assign_roles(ProcessGroup(rank=2, size=4), 2).is_server
 
 
-def test_all_of_torchs_optimizers_pass_over_what_has_no_gradient() -> None:
-    """A worker calls optimizer.step(), too."""
+def test_torch_optimizers_skip_parameters_without_gradient() -> None:
+    """Workers call optimizer.step(), too."""
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop,
                  torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Rprop,
                  torch.optim.ASGD, torch.optim.Adafactor):  # fmt: skip

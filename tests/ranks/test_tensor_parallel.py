@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ranks.agreement import GPT, Came, Sentences, agree, come
+from tests.ranks.agreement import GPT, Sentences, TrainResult, assert_agree, train_gpt
 from tests.ranks.loops import attempt
 from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import ParallelSettings, Settings
@@ -30,16 +30,16 @@ CONFIG = Settings(steps=4, batch=12, virtual_ranks=4, clip=1.0)
 
 def trained(
     size: int, folder: Path, config: Settings = CONFIG, build: Any = GPT, plan: Any = None, **axes: Any
-) -> Came:
+) -> TrainResult:
     config = replace(config, parallel=ParallelSettings(**axes))
-    everybody = run_ranks(come, size, str(folder), config, build, plan)
+    everybody = run_ranks(train_gpt, size, str(folder), config, build, plan)
     assert len({came.fingerprint for came in everybody}) == 1
     assert all(came.losses == everybody[0].losses for came in everybody)
     return everybody[0]
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Came:
+def truth(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     return trained(1, tmp_path_factory.mktemp("truth"))
 
 
@@ -53,16 +53,16 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Came:
         (4, {"tensor": 4, "sequence_parallel": True, "loss_parallel": True}),
     ],
 )
-def test_it_agrees_with_one_process(tmp_path: Path, truth: Came, size: int, axes: dict[str, Any]) -> None:
+def test_it_agrees_with_one_process(tmp_path: Path, truth: TrainResult, size: int, axes: dict[str, Any]) -> None:
     came = trained(size, tmp_path, **axes)
-    agree(came, truth)
+    assert_agree(came, truth)
     assert came.promise[0] == "exact"
     assert f"other layouts than tensor={size}" in came.promise[1]
 
 
 def test_one_virtual_rank_is_clipped_with_divided_and_whole_gradients(tmp_path: Path) -> None:
     config = replace(CONFIG, virtual_ranks=1)
-    agree(trained(2, tmp_path / "2", config, tensor=2), trained(1, tmp_path / "1", config))
+    assert_agree(trained(2, tmp_path / "2", config, tensor=2), trained(1, tmp_path / "1", config))
 
 
 class WithAttributes(GPT):
@@ -137,7 +137,7 @@ class Encoder(nn.Module):
 
 
 def test_multi_head_attention_stays_whole(tmp_path: Path) -> None:
-    agree(trained(2, tmp_path / "2", build=Encoder, tensor=2), trained(1, tmp_path / "1", build=Encoder))
+    assert_agree(trained(2, tmp_path / "2", build=Encoder, tensor=2), trained(1, tmp_path / "1", build=Encoder))
 
 
 def assert_same_bits(folder: Path, layouts: list[tuple[int, dict[str, Any]]], **settings_of_layout: Any) -> None:
@@ -182,13 +182,13 @@ def test_predictions_are_whole(tmp_path: Path, settings_of_layout: dict[str, Any
         assert rows == pytest.approx(truth, rel=1e-4, abs=1e-6)
 
 
-def test_a_checkpoint_is_loaded_under_another_layout(tmp_path: Path, truth: Came) -> None:
+def test_a_checkpoint_is_loaded_under_another_layout(tmp_path: Path, truth: TrainResult) -> None:
     trained(2, tmp_path, replace(CONFIG, steps=2), tensor=2)
     more = replace(CONFIG, steps=4)
-    (came,) = run_ranks(come, 1, str(tmp_path), more, GPT, None, True)
+    (came,) = run_ranks(train_gpt, 1, str(tmp_path), more, GPT, None, True)
     assert came.losses[-1] == pytest.approx(truth.losses[-1], rel=1e-4)
     back = replace(more, steps=5, parallel=ParallelSettings(tensor=2, shard=2))
-    assert len(run_ranks(come, 4, str(tmp_path), back, GPT, None, True)[0].losses) == 2
+    assert len(run_ranks(train_gpt, 4, str(tmp_path), back, GPT, None, True)[0].losses) == 2
 
 
 def own_plan() -> Any:
@@ -200,8 +200,8 @@ def own_plan() -> Any:
     }
 
 
-def test_a_plan_of_the_script(tmp_path: Path, truth: Came) -> None:
-    agree(trained(2, tmp_path, plan=own_plan, tensor=2), truth)
+def test_a_plan_of_the_script(tmp_path: Path, truth: TrainResult) -> None:
+    assert_agree(trained(2, tmp_path, plan=own_plan, tensor=2), truth)
 
 
 def plan_with_unknown_name() -> Any:

@@ -1,4 +1,4 @@
-"""A dict that is tracked: what a loop keeps in plain values is resumed as well, so early stopping has the same bits."""
+"""A tracked dict is restored by a resume, so that early stopping has the same bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.
 
 
 def train(world: World, folder: str, shard: int = 1, stop_after: int | None = None, resume: bool = False) -> Any:
-    """An evaluation after each epoch of three steps; it stops when nothing was better for two of them."""
+    """Evaluate after each epoch of three steps, and stop after two epochs without improvement."""
     config = training.settings(steps=60, batch=16, parallel=ParallelSettings(shard=shard))
     with join(world) as group:
         run = build_run(config, world, group, Path(folder), resume=resume)
@@ -48,31 +48,31 @@ def train(world: World, folder: str, shard: int = 1, stop_after: int | None = No
                 run.stop()
         finish_run(run)
         close_run(run)
-        told = kept | {"weights": kept["weights"].tolist()}
-        return told, run.context.progress.steps_done, run.context.state.fingerprint(), run_result(run)["promise"]
+        results = kept | {"weights": kept["weights"].tolist()}
+        return results, run.context.progress.steps_done, run.context.state.fingerprint(), run_result(run)["promise"]
 
 
-def test_who_stops_early_does_so_wherever_it_was_resumed(tmp_path: Path) -> None:
-    (alone,) = run_ranks(train, 1, str(tmp_path / "alone"))
-    kept, steps, _, promise = alone
+def test_early_stopping_after_any_resume(tmp_path: Path) -> None:
+    (reference,) = run_ranks(train, 1, str(tmp_path / "alone"))
+    kept, steps, _, promise = reference
     assert 3 * (PATIENCE + 1) < steps < 60
     assert kept["best"] == min(kept["seen"]) < kept["seen"][-1]
     assert promise == "exact"
-    stops = steps - 4  # nothing was better for one epoch: a process that did not know would go on for longer
+    stops = steps - 4  # after one epoch without improvement: without the dict, the run would continue for longer
     for number, (size, shard) in enumerate([(1, 1), (3, 1), (2, 2)]):
         folder = str(tmp_path / str(number))
         run_ranks(train, 2, folder, 1, stops)
-        assert run_ranks(train, size, folder, shard, None, True) == [alone] * size
-        assert run_ranks(train, 2, folder, 1, None, True) == [alone] * 2, "a run that had stopped goes on"
+        assert run_ranks(train, size, folder, shard, None, True) == [reference] * size
+        assert run_ranks(train, 2, folder, 1, None, True) == [reference] * 2, "a run that had stopped goes on"
 
 
-def test_what_no_checkpoint_can_hold_is_told_before_the_first_step(tmp_path: Path) -> None:
-    (said,) = run_ranks(wrong, 1, str(tmp_path))
-    assert "list" in said
-    assert "run.track(best=kept), with kept = {...}" in said
+def test_values_that_cannot_be_saved_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    (message,) = run_ranks(track_wrong_values, 1, str(tmp_path))
+    assert "list" in message
+    assert "run.track(best=kept), with kept = {...}" in message
 
 
-def wrong(world: World, folder: str) -> str:
+def track_wrong_values(world: World, folder: str) -> str:
     with join(world) as group:
         run = build_run(training.settings(), world, group, Path(folder))
         with pytest.raises(CheckpointError) as caught:

@@ -1,4 +1,4 @@
-"""A run checks its own promise: what breaks it is named in the first steps, and honest runs are left alone.
+"""Verification: violations of the promise are named in the first steps, and correct runs pass.
 
 What is mended elsewhere (alignment, optimizers on shards, attributes, compilers, sparse sums, unlike models) is
 switched off here, one at a time: the verification alone must then find it, with its cause.
@@ -46,11 +46,11 @@ SHARDS = replace(LONGER, parallel=ParallelSettings(shard=2))
 Off = Callable[[pytest.MonkeyPatch], None]
 
 
-# -- what breaks a promise
+# -- violations of the promise
 
 
 class Bags(torch.utils.data.Dataset):
-    """Bags of rows out of one array: each begins at another address."""
+    """Slices of one array, with different memory alignment."""
 
     def __init__(self) -> None:
         numbers = np.random.RandomState(0)
@@ -74,7 +74,7 @@ def bags(run: Run[Any]) -> Any:
 
 
 class Previous(nn.Module):
-    """Remembers what it saw last, and divides by it."""
+    """Divides by its previous input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,28 +116,30 @@ def sparse(run: Run[Any]) -> Any:
         step.update(optimizer)
 
 
-def odd() -> nn.Module:
+def odd_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 19), nn.LayerNorm(19), nn.ReLU(), nn.Linear(19, 11))
 
 
-def half_whole(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+def backward_on_half(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
     step.backward((model(x.bfloat16()).float() - x.sum(1, keepdim=True)).pow(2).sum(), weight=len(i))
 
 
-fused: Loop = partial(train, build=odd, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+fused: Loop = partial(
+    train, build=odd_model, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+)
 half: Loop = partial(
     train,
-    body=half_whole,
-    build=lambda: odd().bfloat16(),
+    body=backward_on_half,
+    build=lambda: odd_model().bfloat16(),
     make=lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
 )
 
 
-def by_hand(change: Callable[[nn.Module], None]) -> Loop:
-    """A loop that changes the gradients between its rounds and the update."""
+def change_gradients(change: Callable[[nn.Module], None]) -> Loop:
+    """Return a loop that changes gradients between the micro-batches and the update."""
 
     def loop(run: Run[Any]) -> Any:
-        model = run.place(odd)
+        model = run.place(odd_model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(Numbers()):
@@ -149,7 +151,7 @@ def by_hand(change: Callable[[nn.Module], None]) -> Loop:
     return loop
 
 
-def clipped(model: nn.Module) -> None:
+def clip_by_own_norm(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
@@ -166,7 +168,7 @@ def sum_of_copies(model: nn.Module) -> None:
         to_local(p.grad).mul_(1.0 / (1.0 + total))
 
 
-class Heads(nn.Module):
+class UnorderedHeads(nn.Module):
     def __init__(self, order: list[str]) -> None:
         super().__init__()
         self.heads = nn.ModuleDict({name: nn.Linear(3, 2) for name in order})
@@ -178,9 +180,9 @@ class Heads(nn.Module):
         return out
 
 
-def unordered(run: Run[Any]) -> Any:
+def unordered_modules(run: Run[Any]) -> Any:
     names = ["one", "two", "three"]
-    return train(run, build=lambda: Heads(names if run.rank else names[::-1]))
+    return train(run, build=lambda: UnorderedHeads(names if run.rank else names[::-1]))
 
 
 def with_counter(run: Run[Any]) -> Any:
@@ -202,7 +204,7 @@ def with_generator(run: Run[Any]) -> Any:
     return train(run, body)
 
 
-class Counting(Numbers):
+class CountsFetches(Numbers):
     fetched = 0
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
@@ -211,13 +213,13 @@ class Counting(Numbers):
         return x + 0.01 * self.fetched, number
 
 
-class AsksWorker(Numbers):
+class UsesWorkerId(Numbers):
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         x, number = super().__getitem__(i)
         return x + 0.5 * (torch.utils.data.get_worker_info() is not None), number
 
 
-# -- what is switched off
+# -- disabled protections
 
 
 def no_alignment(patch: pytest.MonkeyPatch) -> None:
@@ -252,7 +254,7 @@ def no_comparison(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(build, "check_same_parameters", lambda *_, **__: None)
 
 
-def nothing(patch: pytest.MonkeyPatch) -> None:
+def patch_nothing(patch: pytest.MonkeyPatch) -> None:
     pass
 
 
@@ -274,19 +276,37 @@ BROKEN: dict[str, tuple[Loop, Off, int, Settings, str]] = {
     "sparse on 2": (sparse, no_unique, 2, LONGER, "weight in step . is not the sum along the tree"),
     "fused": (fused, no_local_steps, 2, SHARDS, r"update of 0\.weight by rows differs.*AdamW\(fused=True\)"),
     "half": (half, no_local_steps, 2, SHARDS, r"by rows differs.*SGD\(\)"),
-    "clip by hand": (by_hand(clipped), no_reductions, 2, SHARDS, "_foreach_norm at .*test_verification.py"),
-    "norm of rows": (by_hand(norm_of_rows), nothing, 2, SHARDS, "reduced rows.*norm at .*test_verification.py"),
-    "sum of copies": (by_hand(sum_of_copies), nothing, 2, SHARDS, "reduced rows.*sum at .*test_verification.py"),
-    "order": (unordered, no_comparison, 2, LONGER, "parameters in different orders"),
-    "counter on 1": (with_counter, nothing, 1, LONGER, "another loss"),
-    "counter on 2": (with_counter, nothing, 2, LONGER, "another loss"),
-    "generator": (with_generator, nothing, 2, LONGER, "another loss"),
-    "data": (partial(train, data=Counting()), nothing, 2, LONGER, "other samples.*keeps a counter"),
-    "worker": (partial(train, data=AsksWorker()), nothing, 1, LONGER, "in a loader worker"),
+    "clip by hand": (
+        change_gradients(clip_by_own_norm),
+        no_reductions,
+        2,
+        SHARDS,
+        "_foreach_norm at .*test_verification.py",
+    ),
+    "norm of rows": (
+        change_gradients(norm_of_rows),
+        patch_nothing,
+        2,
+        SHARDS,
+        "reduced rows.*norm at .*test_verification.py",
+    ),
+    "sum of copies": (
+        change_gradients(sum_of_copies),
+        patch_nothing,
+        2,
+        SHARDS,
+        "reduced rows.*sum at .*test_verification.py",
+    ),
+    "order": (unordered_modules, no_comparison, 2, LONGER, "parameters in different orders"),
+    "counter on 1": (with_counter, patch_nothing, 1, LONGER, "another loss"),
+    "counter on 2": (with_counter, patch_nothing, 2, LONGER, "another loss"),
+    "generator": (with_generator, patch_nothing, 2, LONGER, "another loss"),
+    "data": (partial(train, data=CountsFetches()), patch_nothing, 2, LONGER, "other samples.*keeps a counter"),
+    "worker": (partial(train, data=UsesWorkerId()), patch_nothing, 1, LONGER, "in a loader worker"),
 }
 
 
-def broken(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
+def run_violations(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         loop, off, _, settings, _ = BROKEN[name]
@@ -297,20 +317,20 @@ def broken(world: World, folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_breaks_a_promise_is_named_in_the_first_steps(tmp_path: Path, size: int) -> None:
+def test_violations_are_named_in_the_first_steps(tmp_path: Path, size: int) -> None:
     names = [name for name, case in BROKEN.items() if case[2] == size]
-    for came in run_ranks(broken, size, tmp_path, names):
+    for result in run_ranks(run_violations, size, tmp_path, names):
         for name in names:
-            assert isinstance(came[name], str), f"{name}: nothing was found"
-            assert "PromiseBrokenError" in came[name], came[name]
-            assert re.search(BROKEN[name][4], came[name], re.S), f"{name}: {came[name]}"
-            assert "--set promise.on_violation=warn" in came[name]
+            assert isinstance(result[name], str), f"{name}: nothing was found"
+            assert "PromiseBrokenError" in result[name], result[name]
+            assert re.search(BROKEN[name][4], result[name], re.S), f"{name}: {result[name]}"
+            assert "--set promise.on_violation=warn" in result[name]
 
 
-# -- what happens then
+# -- reactions
 
 
-def lowered(world: World, folder: Path, settings: Settings) -> Any:
+def train_lowered(world: World, folder: Path, settings: Settings) -> Any:
     def loop(run: Run[Any]) -> Any:
         train(run, lambda step, model, x, i: step.backward(loss_of(model, x) * (1 + draw()), weight=len(i)))
         return run_result(run)
@@ -320,38 +340,38 @@ def lowered(world: World, folder: Path, settings: Settings) -> Any:
     def draw() -> torch.Tensor:
         return torch.rand((), generator=draws)
 
-    told = attempt(world, folder, loop, settings)
+    results = attempt(world, folder, loop, settings)
     events = [json.loads(line) for line in (folder / "timeline" / "rank-0.jsonl").read_text().splitlines()]
-    return told, [event for event in events if "promise" in event]
+    return results, [event for event in events if "promise" in event]
 
 
-def test_the_promise_is_lowered_where_the_settings_say_so(tmp_path: Path) -> None:
+def test_settings_lower_the_promise_at_a_violation(tmp_path: Path) -> None:
     settings = replace(LONGER, promise=PromiseSettings(on_violation="warn"))
-    for told, events in run_ranks(lowered, 2, tmp_path, settings):
-        assert told["promise"] == "tolerance"
-        assert told["reason"].startswith("from step 0 on: a second computation of virtual rank")
-        assert told["steps"] == 9
+    for results, events in run_ranks(train_lowered, 2, tmp_path, settings):
+        assert results["promise"] == "tolerance"
+        assert results["reason"].startswith("from step 0 on: a second computation of virtual rank")
+        assert results["steps"] == 9
         assert [(event["promise"], event["step"]) for event in events] == [("tolerance", 0)]
 
 
-def test_nothing_is_checked_where_the_settings_say_so(tmp_path: Path) -> None:
+def test_settings_disable_verification(tmp_path: Path) -> None:
     settings = replace(LONGER, promise=PromiseSettings(check=False))
-    for told, events in run_ranks(lowered, 2, tmp_path, settings):
-        assert told["promise"] == "exact"
-        assert "verified_steps" not in told
+    for results, events in run_ranks(train_lowered, 2, tmp_path, settings):
+        assert results["promise"] == "exact"
+        assert "verified_steps" not in results
         assert events == []
 
 
-# -- when
+# -- verified steps
 
 
-def test_which_steps_are_verified() -> None:
+def test_verified_steps() -> None:
     assert [n for n in range(40) if is_early(n)] == [0, 1, 2, 4, 8]
     assert [n for n in range(1, 70) if is_candidate(n, begins_epoch=n % 30 == 0)] == [1, 2, 4, 8, 16, 30, 32, 60, 64]
 
 
-def walk(run: Run[Any]) -> Any:
-    """The rounds that the loop's body runs and those that count, by step."""
+def count_rounds(run: Run[Any]) -> Any:
+    """Return the number of micro-batches that the body runs, and of those that count, by step."""
     rounds: dict[int, list[bool]] = {}
 
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
@@ -362,11 +382,11 @@ def walk(run: Run[Any]) -> Any:
     return rounds
 
 
-def counted(world: World, folder: Path) -> Any:
-    return attempt(world, folder, walk, replace(LONGER, steps=70, batch=4))
+def train_counted(world: World, folder: Path) -> Any:
+    return attempt(world, folder, count_rounds, replace(LONGER, steps=70, batch=4))
 
 
-def test_the_body_runs_more_often_in_verified_steps_alone(tmp_path: Path) -> None:
-    (rounds,) = run_ranks(counted, 1, tmp_path)
+def test_body_runs_more_often_only_in_verified_steps(tmp_path: Path) -> None:
+    (rounds,) = run_ranks(train_counted, 1, tmp_path)
     assert [n for n, counts in rounds.items() if len(counts) > 4] == [0, 1, 2, 4, 8]
     assert {sum(counts) for counts in rounds.values()} == {4}

@@ -1,4 +1,4 @@
-"""An average of the weights that is placed like the model, as docs/guide/buffers.md has it for models in shards."""
+"""An average of sharded weights, placed like the model, as in docs/guide/buffers.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def measure(out: torch.Tensor, _: Any, y: torch.Tensor) -> tuple[torch.Tensor, i
         (4, ParallelSettings(shard=2, offload=True)),
     ],
 )
-def test_it_has_the_bits_of_one_process(tmp_path: Path, size: int, parallel: ParallelSettings) -> None:
-    (alone,) = run_ranks(train, 1, str(tmp_path / "alone"), ParallelSettings())
-    assert len(set(alone[0])) == len(alone[0])
-    assert run_ranks(train, size, str(tmp_path / "divided"), parallel) == [alone] * size
+def test_average_is_bit_identical(tmp_path: Path, size: int, parallel: ParallelSettings) -> None:
+    (reference,) = run_ranks(train, 1, str(tmp_path / "alone"), ParallelSettings())
+    assert len(set(reference[0])) == len(reference[0])
+    assert run_ranks(train, size, str(tmp_path / "divided"), parallel) == [reference] * size

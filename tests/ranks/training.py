@@ -1,4 +1,4 @@
-"""Small trainings that the tests of this folder run on any number of ranks."""
+"""Small models, data sets and a training loop for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.train.run import Run
 
 
 class Points(torch.utils.data.Dataset):
-    """`length` points with a noisy class each; fetching draws noise, so keyed randomness is needed."""
+    """Points with a class each. Reading a sample draws noise, so results depend on keyed random numbers."""
 
     def __init__(self, length: int, width: int = 12, classes: int = 5) -> None:
         g = torch.Generator().manual_seed(3)
@@ -36,13 +36,13 @@ class Points(torch.utils.data.Dataset):
 
 
 def tensors(length: int) -> torch.utils.data.TensorDataset:
-    """The same points without the noise, as torch's own data set."""
+    """Return the points without noise as a TensorDataset."""
     points = Points(length)
     return torch.utils.data.TensorDataset(points.x, points.y)
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Sequences of 2 to 12 numbers, each a noisy function of the one before it."""
+    """Random sequences of 3 to 12 tokens."""
 
     def __init__(self, length: int, vocabulary: int = 23) -> None:
         g = torch.Generator().manual_seed(5)
@@ -58,7 +58,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 class Sometimes(Points):
-    """Draws for some samples only, each time from another generator."""
+    """Draws noise for some samples only, from several generators."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         draw = {0: random.random, 1: lambda: random.gauss(0, 1), 2: np.random.randn, 3: lambda: float(torch.randn(()))}
@@ -100,7 +100,7 @@ class MLP(nn.Sequential):
 
 
 class TinyGPT(nn.Module):
-    """Tied weights, variable length, a frozen parameter, and one that nobody uses."""
+    """A transformer with tied weights, variable length, a frozen parameter, and an unused layer."""
 
     def __init__(self, vocabulary: int = 23, width: int = 16, dropout: float = 0.1) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ def train(
     stop_after: int | None = None,
     noise: bool = False,
 ) -> dict[str, Any]:
-    """Train on this rank: losses, gradient norms, the result, how many micro-batches were computed here."""
-    torch.manual_seed(world.rank)  # the run must not depend on it
+    """Train on this rank, and return losses, gradient norms, the result, and the number of computed micro-batches."""
+    torch.manual_seed(world.rank)  # the result must not depend on this seed
     with join(world) as group:
         run = build_run(config, world, group, Path(run_dir), resume=resume)
         out = loop(run, kind, length, deals or {}, stop_after, noise)

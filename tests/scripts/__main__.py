@@ -1,9 +1,9 @@
-"""Draw many scripts, run each in several placements, and print what came of them.
+"""Generate random scripts, run each under several layouts, and print a summary.
 
     python -m tests.scripts --from 0 --count 2000 --processes 2
 
-A finding is kept in a folder with its script and its placements: other bits under the promise "exact", a crash, a
-refusal after the first step. refused.txt there has the messages of the refusals.
+The folder keeps each finding with its script and layouts: different bits under the promise "exact", a crash, or a
+refusal after the first step. refused.txt has the messages of all refusals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEPT = ("finding", "unseen", "invalid")
 
 
 def judge_all(seeds: Iterable[int], folder: Path, left_out: Iterable[str], processes: int) -> Iterator[Verdict]:
-    """The verdicts, in the order of seeds; `folder` keeps what is to be looked at."""
+    """Yield verdicts in the order of seeds. `folder` keeps the scripts that need inspection."""
     with ThreadPoolExecutor(processes) as pool:
         verdicts = pool.map(partial(judge, folder=folder, left_out=tuple(left_out)), seeds)
         for verdict in _until_interrupted(verdicts, pool):
@@ -36,7 +36,7 @@ def judge_all(seeds: Iterable[int], folder: Path, left_out: Iterable[str], proce
                 (place / "verdict.txt").write_text(f"{verdict}\n", encoding="utf-8")
             else:
                 shutil.rmtree(place)
-            if verdict.kind == "refused":  # for reading whether the causes are right
+            if verdict.kind == "refused":  # to review the reasons
                 with (folder / "refused.txt").open("a", encoding="utf-8") as file:
                     file.write(f"{verdict}\n\n")
             yield verdict
@@ -51,7 +51,7 @@ def _until_interrupted(verdicts: Iterator[Verdict], pool: ThreadPoolExecutor) ->
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """How many came to what, refusals and lower promises by cause, and the rest by seed."""
+    """Format the number of each kind of verdict, with causes of refusals and lowered promises, and seeds of others."""
     kinds: Counter[str] = Counter()
     causes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     seeds: defaultdict[str, list[int]] = defaultdict(list)
@@ -74,25 +74,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scripts", description=__doc__)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--processes", type=int, default=2, help="scripts that run at a time")
-    parser.add_argument("--with", action="append", default=[], dest="also", help="draw this known case as well")
-    parser.add_argument("--keep", type=Path, help="the folder for what is found; a temporary one otherwise")
-    parser.add_argument("--seed", type=int, action="append", help="only this one")
-    asked = parser.parse_args()
-    folder = (asked.keep or Path(tempfile.mkdtemp(prefix="scripts-"))).resolve()
-    left_out = set() if "all" in asked.also else set(KNOWN) - set(asked.also)
-    seeds = asked.seed or range(asked.first, asked.first + asked.count)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
+    parser.add_argument("--processes", type=int, default=2, help="number of scripts that run at a time")
+    parser.add_argument("--with", action="append", default=[], dest="also", help="include this known case")
+    parser.add_argument("--keep", type=Path, help="folder for findings (default: a temporary one)")
+    parser.add_argument("--seed", type=int, action="append", help="only this seed")
+    args = parser.parse_args()
+    folder = (args.keep or Path(tempfile.mkdtemp(prefix="scripts-"))).resolve()
+    left_out = set() if "all" in args.also else set(KNOWN) - set(args.also)
+    seeds = args.seed or range(args.first, args.first + args.count)
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT by default
         signal.signal(number, signal.default_int_handler)
-    began, verdicts = time.monotonic(), []
+    start, verdicts = time.monotonic(), []
     try:
-        for verdict in judge_all(seeds, folder, left_out, asked.processes):
+        for verdict in judge_all(seeds, folder, left_out, args.processes):
             verdicts.append(verdict)
             if verdict.kind == "finding":
                 print(f"seed {verdict.script.seed}: {verdict.cause.splitlines()[0]}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
-        print("interrupted: the table has what was judged before", file=sys.stderr)
-    seconds = time.monotonic() - began
+        print("interrupted: the table has the verdicts so far", file=sys.stderr)
+    seconds = time.monotonic() - start
     print(table(verdicts))
     print(f"{len(verdicts)} scripts in {seconds:.0f} s, {seconds / max(1, len(verdicts)):.2f} s each; kept in {folder}")
     return any(verdict.kind == "finding" for verdict in verdicts)

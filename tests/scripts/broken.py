@@ -1,6 +1,6 @@
-"""Ways to break the contract of the loop: state outside of what is tracked, which depends on the placement.
+"""Violations of the contract of the loop: untracked state that depends on the layout.
 
-A script with one of these is not promised anything. It says so in its header, and the run should notice.
+A script with a violation says so in its docstring. It has no promise of exact bits, and the run should detect it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.scripts.draft import Draft
 
 @dataclass
 class Break:
-    """name: "" for an honest script; lines of `main` in front of the loop, in a round, and after the update."""
+    """A violation: its name ("" if there is none), and lines before the loop, per micro-batch, and after the update."""
 
     name: str = ""
     made: list[str] = field(default_factory=list)

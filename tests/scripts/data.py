@@ -1,4 +1,4 @@
-"""The data of a script: what is learned from what, the data set, and how samples become a batch."""
+"""Choose the task, data set and collate function of a script."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COUNTS = (33, 40, 53, 64)
 
 @dataclass
 class Task:
-    """What the model is to learn.
+    """Inputs and targets of the model.
 
-    inputs   points, signals, pictures, texts, words (no order), lines (tokens of any number), bags (rows of any number)
+    inputs   points, signals, images, texts, words (no order), lines (tokens of any number), bags (rows of any number)
     shape    of one sample's x; of lines and bags, of one row
     target   class, binary, real, soft, tokens (one class a place), labels (CTC)
     classes  or numbers to be predicted
@@ -32,16 +32,16 @@ class Task:
     count: int = 40
     weighted: bool = False
     before: list[str] = field(default_factory=list)
-    """Lines of `main` in front of the model."""
+    """Lines of `main` before the model."""
 
 
 def draw_task(draft: Draft) -> Task:
-    inputs = draft.often(points=5, pictures=2.5, signals=1.5, texts=2.5, lines=2, words=0.8, bags=1.2)
+    inputs = draft.often(points=5, images=2.5, signals=1.5, texts=2.5, lines=2, words=0.8, bags=1.2)
     classes = draft.pick([2, 3, 5, 7])
     if inputs == "points":
         target = draft.often(**{"class": 4, "binary": 1, "real": 2, "soft": 1})
         task = Task(inputs, (draft.pick([1, 5, 11, 13, 16]),), target, classes)
-    elif inputs == "pictures":
+    elif inputs == "images":
         shape = (draft.pick([1, 3]), draft.pick([8, 9]), draft.pick([8, 11]))
         task = Task(inputs, shape, draft.pick(["class", "class", "real"]), classes)
     elif inputs == "signals":
@@ -59,7 +59,7 @@ def draw_task(draft: Draft) -> Task:
 
 
 def draw_data(draft: Draft, task: Task) -> None:
-    """Define the data set, and say in the task how it is made."""
+    """Define the data set, and set the expression that builds it."""
     if task.inputs in ("lines", "bags"):
         ragged(draft, task)
         return
@@ -94,7 +94,7 @@ def draw_data(draft: Draft, task: Task) -> None:
 
 
 def arrays(draft: Draft, task: Task) -> str:
-    """make(count) -> x, y."""
+    """Return the function make(count) -> x, y."""
     lines = ["def make(count):", f"    g = torch.Generator().manual_seed({draft.random.randrange(100)})"]
     shape = "".join(f", {n}" for n in task.shape)
     if task.inputs in ("texts", "words"):
@@ -123,7 +123,7 @@ def vocabulary(task: Task) -> int:
 
 
 def own(draft: Draft, task: Task) -> str:
-    """A data set of the script's own."""
+    """Define a custom data set."""
     lines = ["class Samples(torch.utils.data.Dataset):", "    def __init__(self, count):"]
     numpy = draft.chance(0.4)
     if numpy:
@@ -150,7 +150,7 @@ def own(draft: Draft, task: Task) -> str:
 
 
 def augmenting(draft: Draft, task: Task) -> list[str]:
-    """Lines that change a sample's x at random."""
+    """Return lines that change a sample at random."""
     found = []
     if draft.chance(0.3):
         found += [f"x = x + {draft.pick(['0.1 * torch.randn_like(x)', '0.1 * random.random()'])}"]
@@ -199,7 +199,7 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def ragged(draft: Draft, task: Task) -> None:
-    """Samples of several lengths, and how they are padded."""
+    """Define samples of several lengths, and the function that pads them."""
     seed, longest = draft.random.randrange(100), draft.pick([6, 9, 14])
     lines = ["class Samples(torch.utils.data.Dataset):", "    def __init__(self, count):"]
     lines += [f"        g = torch.Generator().manual_seed({seed})"]

@@ -1,4 +1,4 @@
-"""A script while it is being drawn: its random numbers, its lines, and what is known of it."""
+"""A script during its generation: random numbers, lines of code and traits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ T = TypeVar("T")
 
 
 class Script(NamedTuple):
-    """A drawn script.
+    """A generated script.
 
-    text    its source, a whole file
-    traits  what is in it, by names that placements and KNOWN use
-    broken  how it breaks the contract of the loop on purpose; "": it is honest
-    words   settings that every run of it is given on the command line
+    Args:
+        text: The source code of the file.
+        traits: Features, by the names that placements.py and KNOWN use.
+        broken: The intended violation of the contract of the loop; "" if there is none.
+        words: Settings for the command line of each run.
     """
 
     seed: int
@@ -28,9 +29,10 @@ class Script(NamedTuple):
 
 
 class Draft:
-    """Draws choices from a seed and collects lines.
+    """Makes random choices from a seed, and collects lines of code.
 
-    left_out  traits that are not drawn
+    Args:
+        left_out: Traits that are not chosen.
     """
 
     def __init__(self, seed: int, left_out: Collection[str]) -> None:
@@ -39,11 +41,11 @@ class Draft:
         self.left_out = left_out
         self.traits: set[str] = set()
         self.settings: dict[str, str] = {}
-        """Lines of the class of settings: name -> "type = value"."""
+        """Fields of the settings class: name to "type = value"."""
         self.words: list[str] = []
-        """Settings for the command line: compress.kind=int8."""
+        """Settings for the command line, as compress.kind=int8."""
         self.top: list[str] = []
-        """Definitions above `main`, one block of lines each."""
+        """Definitions above `main`."""
         self.dtype = "float32"
         self.names: dict[str, int] = {}
 
@@ -51,33 +53,33 @@ class Draft:
         return self.random.choice(choices)
 
     def often(self, **weights: float) -> str:
-        """One of the names, drawn by weight."""
+        """Choose one of the names by weight."""
         return self.random.choices(list(weights), list(weights.values()))[0]
 
     def chance(self, share: float) -> bool:
         return self.random.random() < share
 
     def may(self, trait: str, share: float) -> bool:
-        """Draw a trait of the script, unless it is left out."""
+        """Choose with this probability whether the script has a trait, unless it is left out."""
         drawn = self.random.random() < share and trait not in self.left_out
         if drawn:
             self.traits.add(trait)
         return drawn
 
     def name(self, stem: str) -> str:
-        """A name that is free: norm, norm2, norm3."""
+        """Return an unused name: norm, norm2, norm3."""
         self.names[stem] = self.names.get(stem, 0) + 1
         return stem if self.names[stem] == 1 else f"{stem}{self.names[stem]}"
 
     def define(self, block: str) -> None:
-        """Add a definition, once."""
+        """Add a definition, unless it exists."""
         block = block.strip("\n")
         if block not in self.top:
             self.top.append(block)
 
 
 class Net:
-    """The class of a model while it is being drawn. Its `forward` turns x into x, line by line."""
+    """The class of a model during its generation. Each line of its `forward` maps x to x."""
 
     def __init__(self, draft: Draft, name: str) -> None:
         self.draft, self.name = draft, name
@@ -85,7 +87,7 @@ class Net:
         self.forward: list[str] = []
 
     def add(self, stem: str, expression: str) -> str:
-        """A member; returns the name to use it by."""
+        """Add an attribute, and return the expression that reads it."""
         name = self.draft.name(stem)
         self.init.append(f"self.{name} = {expression}")
         return f"self.{name}"

@@ -1,4 +1,4 @@
-"""Layers of models over vectors, x [samples, width]: each adds to a Net and returns the new width."""
+"""Layers for vectors x [samples, width]. Each function adds a layer to a Net, and returns the new width."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODULES = ("nn.PReLU()", "nn.RReLU()", "nn.Softsign()", "nn.Hardtanh()", "nn.GEL
 
 
 def activation(draft: Draft, net: Net) -> None:
-    """One of torch's, or one of the script's own."""
+    """Add an activation of torch, or a custom one."""
     if draft.may("jit", 0.05):
         draft.define(SWISH)
         net.then("x = swish(x)")
@@ -73,7 +73,9 @@ def norm(draft: Draft, net: Net, width: int) -> int:
         more = draft.pick(["", ", momentum=0.3", ", momentum=None", ", affine=False"])
         net.then(f"x = {net.add('norm', f'nn.BatchNorm1d({width}{more})')}(x)")
     elif kind == "group":
-        groups = draft.pick([1, *(n for n in range(2, width) if width % n == 0)])  # never one value in each
+        groups = draft.pick(
+            [1, *(n for n in range(2, width) if width % n == 0)]
+        )  # a group of one value would be constant
         net.then(f"x = {net.add('norm', f'nn.GroupNorm({groups}, {width})')}(x)")
     elif kind == "l2":
         net.then("x = F.normalize(x, dim=-1)")
@@ -119,7 +121,7 @@ def residual(draft: Draft, net: Net, width: int) -> int:
 
 
 def stack(draft: Draft, net: Net, width: int) -> int:
-    """Several layers of one kind, as shards want them."""
+    """Add several layers of one class, which FSDP shards one by one."""
     count = draft.pick([2, 3])
     made = f"nn.Sequential(nn.Linear({width}, {width}), nn.{draft.pick(['GELU', 'ReLU', 'Tanh', 'SiLU'])}())"
     layers = net.add("layers", f"nn.ModuleList({made} for _ in range({count}))")
@@ -128,7 +130,7 @@ def stack(draft: Draft, net: Net, width: int) -> int:
 
 
 def shared(draft: Draft, net: Net, width: int) -> int:
-    """One layer, used twice."""
+    """Add a layer that is used twice."""
     layer = net.add("shared", f"nn.Linear({width}, {width})")
     net.then(f"x = torch.tanh({layer}(x))", f"x = x + {layer}(x)")
     return width
@@ -145,7 +147,7 @@ def gate(draft: Draft, net: Net, width: int) -> int:
 
 
 def experts(draft: Draft, net: Net, width: int) -> int:
-    """A mixture in which each sample takes one way, so that a micro-batch may leave a way unused."""
+    """Add a mixture of experts, of which a micro-batch may leave some unused."""
     count = draft.pick([2, 3, 5])
     draft.traits.add("branches")
     router = net.add("router", f"nn.Linear({width}, {count})")
@@ -163,7 +165,7 @@ def experts(draft: Draft, net: Net, width: int) -> int:
 
 
 def running_mean(draft: Draft, net: Net, width: int) -> int:
-    """A buffer that forward updates by hand."""
+    """Add a buffer that forward updates."""
     draft.traits.add("buffers")
     name = draft.name("mean")
     net.init.append(f'self.register_buffer("{name}", torch.zeros({width}))')
@@ -179,7 +181,7 @@ def running_mean(draft: Draft, net: Net, width: int) -> int:
 
 
 def counter(draft: Draft, net: Net, width: int) -> int:
-    """A buffer that counts forward passes, and what is computed depends on it."""
+    """Add a buffer that counts forward passes, on which the output depends."""
     draft.traits.add("buffers")
     name = draft.name("calls")
     net.init.append(f'self.register_buffer("{name}", torch.tensor(0{draft.pick(["", ".0"])}))')
@@ -188,7 +190,7 @@ def counter(draft: Draft, net: Net, width: int) -> int:
 
 
 def remembers(draft: Draft, net: Net, width: int) -> int:
-    """A Python attribute that grows with what was seen."""
+    """Add a Python attribute that keeps the largest input."""
     if not draft.may("remembers", 0.5):
         return gate(draft, net, width)
     name = draft.name("largest")
@@ -198,7 +200,7 @@ def remembers(draft: Draft, net: Net, width: int) -> int:
 
 
 def shift(draft: Draft, net: Net, width: int) -> int:
-    """A parameter without a module, and one that nothing uses."""
+    """Add a parameter without a module, and an unused one."""
     bias = net.add("shift", f"nn.Parameter(torch.randn({width}) * 0.1)")
     if draft.chance(0.4):
         net.add("unused", "nn.Linear(3, 3)")
@@ -207,7 +209,7 @@ def shift(draft: Draft, net: Net, width: int) -> int:
 
 
 def sometimes(draft: Draft, net: Net, width: int) -> int:
-    """A branch that random numbers choose (stochastic depth)."""
+    """Add a branch that is skipped at random (stochastic depth)."""
     draft.traits.add("branches")
     layer = net.add("sometimes", f"nn.Linear({width}, {width})")
     drawn = draft.pick(["torch.rand(()) < 0.5", "random.random() < 0.5", "np.random.rand() < 0.5"])

@@ -1,4 +1,4 @@
-"""Random training scripts: from a seed, a whole file that a user could have written.
+"""Generate random training scripts from seeds. A script is a file that a user could have written.
 
 script = draw(17)
 Path("script.py").write_text(script.text)          # unisono run script.py --ranks 2
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 def draw(seed: int, left_out: Collection[str] = tuple(KNOWN)) -> Script:
-    """The script of this seed; `left_out` are traits that it shall not have."""
+    """Generate the script of a seed, without the traits in `left_out`."""
     draft = Draft(seed, left_out)
     draft.dtype = draft.often(float32=12, float64=1, bfloat16=1.2)
     draft.traits.add(draft.dtype)
@@ -66,14 +66,15 @@ def draw(seed: int, left_out: Collection[str] = tuple(KNOWN)) -> Script:
 
 
 def draw_settings(draft: Draft, task: Task, *, by_epochs: bool) -> tuple[int, int]:
-    """Steps of the whole run, and virtual ranks.
+    """Choose the number of steps of the complete run, and the number of virtual ranks.
 
-    by_epochs  may the run be given epochs? run.total_steps is not known then
+    Args:
+        by_epochs: The run may be limited by epochs instead of steps; run.total_steps is then unknown.
     """
     virtual_ranks = draft.pick([1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8])
     batch = draft.pick([4, 6, 8, 9, 12, 13, 16, 20])
     micro = draft.pick([None, None, None, 1, 2, 3])
-    if "batch norm" in draft.traits and draft.chance(0.95):  # or some micro-batch has one sample, which is refused
+    if "batch norm" in draft.traits and draft.chance(0.95):  # batch norm refuses a micro-batch of one sample
         virtual_ranks = min(virtual_ranks, 4)
         batch, micro = 2 * virtual_ranks, None
         if task.data is not None:
@@ -104,7 +105,7 @@ def draw_settings(draft: Draft, task: Task, *, by_epochs: bool) -> tuple[int, in
 
 
 def exchanges(draft: Draft, virtual_ranks: int) -> None:
-    """How gradients meet, where that promises exact bits."""
+    """Choose an exchange that promises exact bits."""
     kind = draft.often(tree=12, wide=1.2, compress=1, audit=0.6)
     draft.traits.add(f"exchange: {kind}")
     if kind == "wide" and (draft.dtype != "float64" or draft.chance(0.1)):

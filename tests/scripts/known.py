@@ -1,10 +1,10 @@
-"""Cases in which a run is known to promise exact bits and to miss them, and that are being mended elsewhere.
+"""Known cases in which a run promises exact bits and breaks the promise.
 
-The generator leaves out what stands here, so that every other difference is new. To draw a case again, remove its line,
-or name it: `python -m tests.scripts --with sparse`.
+The generator leaves these traits out, so that each difference is a new one. To include a case, remove its line or pass
+its name: `python -m tests.scripts --with sparse`.
 """
 
 from __future__ import annotations
 
 KNOWN: dict[str, str] = {}
-"""Name of a trait of a script (or of a trait with a placement): what goes wrong."""
+"""A description of the error by the trait of a script, or of a script under a layout."""

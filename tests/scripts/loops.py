@@ -1,4 +1,4 @@
-"""`main` of a script: what is made, the loop, and what is done around it."""
+"""Generate `main` of a script: set-up, the loop, and the code around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scripts.optimizers import draw_optimizer, draw_schedule
 
 
 class Main:
-    """The lines of `main` while they are being drawn."""
+    """Generates the lines of `main`."""
 
     def __init__(self, draft: Draft, task: Task, loss: Loss, build: str, breach: Break) -> None:
         self.draft, self.task, self.loss, self.build, self.breach = draft, task, loss, build, breach
@@ -34,7 +34,7 @@ class Main:
         self.watches()
         return self.source()
 
-    # -- what is made
+    # -- set-up
 
     def optimizers(self) -> None:
         draft = self.draft
@@ -90,7 +90,7 @@ class Main:
             self.after += ['kept["bad"] = 0 if step.loss < kept["best"] else kept["bad"] + 1']
             self.after += ['kept["best"] = min(kept["best"], step.loss)']
 
-    # -- the rounds
+    # -- micro-batches
 
     def fields(self) -> str:
         return "batch" if self.task.mapping else "x, y, w" if self.task.weighted else "x, y"
@@ -129,7 +129,7 @@ class Main:
         self.rounds.append(f"step.run(model, loss_of{forward}{mean})")
 
     def passes(self) -> bool:
-        """Two passes, the second one for other parameters after the first one's update."""
+        """Return two passes. The second one is for other parameters, after the update of the first one."""
         draft = self.draft
         if "two optimizers" not in draft.traits or draft.chance(0.5):
             return False
@@ -144,10 +144,10 @@ class Main:
                 self.steppers.remove("first")
         return True
 
-    # -- around them
+    # -- between micro-batches and steps
 
     def changes(self) -> None:
-        """What the script does to gradients, weights and learning rates by hand."""
+        """Return lines that change gradients, weights and learning rates."""
         draft = self.draft
         kind = draft.often(none=6, noise=1, value=0.7, norm=1, own=0.7, update=0.7)
         if kind in ("noise", "norm", "value", "own"):
@@ -186,7 +186,7 @@ class Main:
             self.before += ["for p in list(model.parameters())[:-2]:", f"    p.requires_grad_({when})"]
 
     def watches(self) -> None:
-        """What is logged and evaluated."""
+        """Return lines that log and evaluate."""
         draft, task = self.draft, self.task
         if draft.chance(0.5):
             self.after.append("run.log(loss=step.loss)")
@@ -212,7 +212,7 @@ class Main:
         else:
             self.behind.append(line)
 
-    # -- the text
+    # -- source code
 
     def source(self) -> str:
         draft, task = self.draft, self.task

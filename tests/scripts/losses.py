@@ -1,4 +1,4 @@
-"""Losses: a function loss_of(out, x, y) -> (sum, weight), or one that gives a mean."""
+"""Choose the loss of a script: a function loss_of(out, x, y) -> (sum, weight), or (mean, weight)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.scripts.draft import Draft
 
 
 class Loss(NamedTuple):
-    """mean: what loss_of returns first is a mean over what it returns second."""
+    """A loss. With `mean`, it is a mean over the weight."""
 
     mean: bool
 
@@ -51,7 +51,7 @@ def class_loss(draft: Draft, task: Task, more: list[str]) -> tuple[bool, str, st
         more += ["weights = WEIGHTS.to(out.dtype)"]
         return False, 'F.cross_entropy(out, y, weights, reduction="sum")', "weights[y].sum()"
     if kind == "ignore":
-        more += ["y = y.masked_fill((y == 1) & (torch.arange(len(y)) > 0), -100)"]  # never all of them
+        more += ["y = y.masked_fill((y == 1) & (torch.arange(len(y)) > 0), -100)"]  # at least one label counts
         return False, 'F.cross_entropy(out, y, ignore_index=-100, reduction="sum")', "(y != -100).sum()"
     if kind == "nll":
         return False, 'F.nll_loss(out.log_softmax(-1), y, reduction="sum")', "len(y)"

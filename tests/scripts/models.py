@@ -1,4 +1,4 @@
-"""The model of a script for a task: layers one after the other, and a head."""
+"""Choose the model of a script: a sequence of layers and a head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TYPES = {"float64": "torch.float64", "bfloat16": "torch.bfloat16"}
 
 
 def draw_model(draft: Draft, task: Task) -> str:
-    """Define class Net; returns the expression that builds it."""
+    """Define class Net, and return the expression that builds it."""
     net = Net(draft, "Net")
     if draft.dtype != "float32" and task.inputs not in ("texts", "lines", "words"):
         net.then(f"x = x.to({TYPES[draft.dtype]})")
@@ -20,7 +20,7 @@ def draw_model(draft: Draft, task: Task) -> str:
         head(draft, net, task, width)
     elif task.inputs == "words":
         words(draft, net, task)
-    elif task.inputs in ("pictures", "signals"):
+    elif task.inputs in ("images", "signals"):
         dims = len(task.shape) - 1
         width = layers(draft, net, task.shape[0], shaped(dims), draft.pick([1, 2, 3]))
         if task.target == "labels":

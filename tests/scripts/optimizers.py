@@ -1,4 +1,4 @@
-"""Optimizers and schedules of a script, as expressions over `PARAMETERS` and `optimizer`."""
+"""Choose optimizers and schedules of a script, as expressions of `PARAMETERS` and `optimizer`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ PLATEAU = f"{ALL}ReduceLROnPlateau({{o}}, factor=0.5, patience=0)"
 
 
 def draw_optimizer(draft: Draft, parameters: str) -> str:
-    """An expression that makes an optimizer of these parameters."""
+    """Return an expression that builds an optimizer for these parameters."""
     kind = draft.often(plain=8, fused=1, groups=1.5, own=0.7, whole=0.6)
     if kind == "groups" and parameters == "model.parameters()":
         draft.define(
@@ -97,7 +97,7 @@ def draw_optimizer(draft: Draft, parameters: str) -> str:
 
 
 def draw_schedule(draft: Draft, optimizer: str) -> tuple[str, bool] | None:
-    """An expression that makes a schedule, and whether it steps with a metric; None: there is none."""
+    """Return an expression that builds a schedule, and whether it needs a metric; None: no schedule."""
     kind = draft.often(none=3, plain=4, sequence=0.8, chained=0.5, plateau=0.8)
     if kind == "none":
         return None

@@ -1,4 +1,4 @@
-"""Where a drawn script is run: whole in one process, and in several with a stop and a resume on another number."""
+"""Choose layouts for a script: one process without interruption, and two layouts with a stop and a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scripts.draft import Script
 
 
 class Placement(NamedTuple):
-    """So many processes, and the settings that none of them may change the result."""
+    """A number of processes, and settings that must not change the result."""
 
     ranks: int
     sets: tuple[str, ...] = ()
@@ -20,7 +20,7 @@ class Placement(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One process from beginning to end; beside it `first`, stopped in step `stop`, and resumed as `second`."""
+    """An uninterrupted run on one process (`whole`), and a run that is stopped in step `stop` and resumed."""
 
     whole: Placement
     first: Placement
@@ -43,14 +43,14 @@ def draw_trial(script: Script, left_out: Collection[str]) -> Trial:
 def draw_placement(random: Random, script: Script, size: int, left_out: Collection[str]) -> Placement:
     sets = [f"loader.workers={random.choice([0, 0, 0, 1, 2])}"]
     shards = random.random() < 0.35
-    gather, buddy = random.choice(["layer", "step"]), random.random() < 0.15
+    gather, replicate = random.choice(["layer", "step"]), random.random() < 0.15
     offload = random.random() < 0.1
     known = {f"{trait} in shards" for trait in ("fused", "bfloat16") if trait in script.traits}
     known |= {"clips by hand in shards"} if "gradients: norm" in script.traits else set()
     divided = shards and size == 2 and not known & set(left_out) and "compressed" not in script.traits
     sets.append(f"parallel.shard={2 if divided else 1}")
     sets.append(f"parallel.reshard={gather}")
-    sets.append(f"parallel.replicate_shards={str(divided and buddy).lower()}")
+    sets.append(f"parallel.replicate_shards={str(divided and replicate).lower()}")
     sets.append(f"parallel.offload={str(divided and offload).lower()}")
     recompute = random.choice(["none", "none", "none", "none", "full", "selective"])
     sets.append(f"parallel.activation_checkpoint={recompute}")

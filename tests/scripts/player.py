@@ -1,4 +1,4 @@
-"""Run a script file on processes that are forked, as `unisono run` would, and say how each of them ended."""
+"""Run a script in forked processes as `unisono run` does, and return how each one ended."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from unisono.train.context import RunContext
 from unisono.train.state.run_state import RANDOM
 
 SECONDS = 100.0
-"""A run of a few steps that takes longer hangs."""
+"""A run of a few steps that takes longer counts as a hang."""
 
 
 class Ended(NamedTuple):
-    """How one process ended.
+    """How a process ended.
 
-    how      ended: the script returned; refused: an error of ours; crashed: any other
-    step     in which step it refused or crashed; None: before the first
-    says     result.json, or what the error says
-    weights  sha256 of what this process holds
+    Args:
+        how: "ended" (the script returned), "refused" (an error of Unisono) or "crashed" (another error).
+        step: The step of the error; None: before the first step.
+        says: The result, or the error message.
+        weights: sha256 of this process's weights.
     """
 
     how: Literal["ended", "refused", "crashed"]
@@ -46,17 +47,19 @@ class Ended(NamedTuple):
 
 @dataclass(kw_only=True)
 class Terminate(Fault):
-    """The process is sent SIGTERM, as a cluster does it."""
+    """Sends SIGTERM to the process, as a cluster does."""
 
     def strike(self) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Came(NamedTuple):
-    """A whole run: its processes' ends, and what it left in its folder.
+class Played(NamedTuple):
+    """The result of a run.
 
-    steps  {number of a step: [its loss, what was logged]}
-    state  sha256 of models, optimizers and schedules
+    Args:
+        ends: The end of each process.
+        steps: [loss, logged values] by step.
+        state: sha256 of models, optimizers and schedules.
     """
 
     ends: list[Ended]
@@ -70,26 +73,31 @@ class Came(NamedTuple):
 
     @property
     def worst(self) -> Ended:
-        """The end that tells most: an error that is not about another process's end."""
+        """The most informative end: an error other than a lost peer."""
         ends = [end for end in self.ends if end.how == self.how]
         return next((end for end in ends if "PeerLostError" not in str(end.says)), ends[0])
 
 
-def play(script: Path, folder: Path, ranks: int, words: Sequence[str], stop: int | None = None) -> Came:
-    """Run it in `folder`. Raises TimeoutError for a hang, and AssertionError where a process dies.
+def play(script: Path, folder: Path, ranks: int, words: Sequence[str], stop: int | None = None) -> Played:
+    """Run a script in `folder`.
 
-    stop  in which step rank 0 is sent SIGTERM
+    Args:
+        stop: The step in which rank 0 receives SIGTERM.
+
+    Raises:
+        TimeoutError: The run hangs.
+        AssertionError: A process dies.
     """
     folder.mkdir(exist_ok=True)
     ends = run_ranks(_play, ranks, str(script), str(folder), list(words), stop, seconds=SECONDS)
-    return Came([Ended(*end) for end, _ in ends], ends[0][1], state_of(folder, [end for end, _ in ends]))
+    return Played([Ended(*end) for end, _ in ends], ends[0][1], state_of(folder, [end for end, _ in ends]))
 
 
 def state_of(folder: Path, ends: Sequence[Any]) -> str:
-    """sha256 of what the newest checkpoint holds; "": a process did not end well, or there is none.
+    """Return the sha256 of the newest checkpoint; "" if a process failed or there is none.
 
-    Without random numbers where steps are keyed, since every step then begins from its own: a run that leaves its loop
-    before a step has that step's, and one that stopped after the step before has not.
+    With several virtual ranks, RNG states are excluded: each step is seeded, and a run that leaves its loop before a
+    step has seeded for it, unlike a run that stopped after the step before.
     """
     if any(end[0] != "ended" for end in ends):
         return ""
@@ -101,46 +109,46 @@ def state_of(folder: Path, ends: Sequence[Any]) -> str:
 
 
 def _play(world: World, script: str, folder: str, words: Sequence[str], stop: int | None) -> tuple[Any, ...]:
-    """On one rank, as unisono/launcher/worker_main.py does it: how it ended, and its steps."""
-    gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
+    """Run the script on this rank as unisono/launcher/worker_main.py does; return its end and its steps."""
+    gc.freeze()  # otherwise garbage collection at the end of a run copies the pages of torch's objects
     os.chdir(folder)
     environment.assign(replace(world, launcher="unisono", folder=folder))
     sys.argv = [script, f"--run-dir={folder}", *words]
-    heard = Heard()
+    recorder = Recorder()
     with open(f"{folder}/screen-{world.rank}", "a") as screen:
         sys.stdout = sys.stderr = screen
         try:
             with Terminate(stop, "forward") if stop is not None and world.rank == 0 else nullcontext():
                 runpy.run_path(script, run_name="__main__")
         except UnisonoError as error:
-            return ("refused", phases.Position.step, f"{type(error).__name__}: {error}"), heard.steps
+            return ("refused", phases.Position.step, f"{type(error).__name__}: {error}"), recorder.steps
         except Exception:
-            return ("crashed", phases.Position.step, traceback.format_exc()), heard.steps
-    result = heard.results[-1]
-    return ("ended", None, result, result["weights_sha256"]), heard.steps
+            return ("crashed", phases.Position.step, traceback.format_exc()), recorder.steps
+    result = recorder.results[-1]
+    return ("ended", None, result, result["weights_sha256"]), recorder.steps
 
 
-class Heard:
-    """What the run of this process says: step by step, and in the end (result.json is rank 0's alone)."""
+class Recorder:
+    """Records steps and result of the run in this process (only rank 0 writes result.json)."""
 
     def __init__(self) -> None:
         self.steps: dict[int, Any] = {}
-        """{number: [loss, what was logged]}; what is logged behind the loop is in the results."""
+        """[loss, logged values] by step. Values logged after the loop are in the results."""
         self.results: list[dict[str, Any]] = []
         self._logged: dict[str, Any] = {}
         step, log, result = StepMonitor.step, StepMonitor.log, entrypoint.result_of
 
-        def heard_step(watcher: StepMonitor, done: Any) -> None:
+        def record_step(watcher: StepMonitor, done: Any) -> None:
             self.steps[done.number], self._logged = [done.loss, self._logged], {}
             step(watcher, done)
 
-        def heard_log(watcher: StepMonitor, values: dict[str, Any]) -> None:
+        def record_log(watcher: StepMonitor, values: dict[str, Any]) -> None:
             self._logged = {**self._logged, **values}
             log(watcher, values)
 
-        def heard_result(context: RunContext) -> dict[str, Any]:
+        def record_result(context: RunContext) -> dict[str, Any]:
             self.results.append(result(context))
             return self.results[-1]
 
-        StepMonitor.step, StepMonitor.log = heard_step, heard_log  # type: ignore[method-assign,assignment]
-        entrypoint.result_of = heard_result
+        StepMonitor.step, StepMonitor.log = record_step, record_log  # type: ignore[method-assign,assignment]
+        entrypoint.result_of = record_result

@@ -1,4 +1,4 @@
-"""Layers of models over sequences [samples, places, width], signals [samples, channels, places] and pictures."""
+"""Layers for sequences [samples, places, width], signals [samples, channels, places] and images."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SEQUENCE: tuple[Layer, ...] = (
 )
 
 
-# -- signals and pictures: x [samples, channels, places] or [samples, channels, rows, columns]
+# -- signals and images: x [samples, channels, places] or [samples, channels, rows, columns]
 
 
 def convolution(dims: int) -> Layer:
@@ -153,7 +153,7 @@ def conv_residual(dims: int) -> Layer:
 
 
 def shaped(dims: int) -> tuple[Layer, ...]:
-    """Layers over so many dims behind the channels."""
+    """Return layers for this number of dims after the channels."""
     return (
         *(convolution(dims), convolution(dims), channel_norm(dims), channel_norm(dims)),
         *(resized(dims), conv_residual(dims), noise_like),

@@ -1,4 +1,4 @@
-"""Run a script's trial and judge it: equal bits, a refusal, a lower promise, or a finding."""
+"""Run a script under its layouts and judge the result: equal bits, a refusal, a lowered promise, or a finding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from tests.scripts.draft import Script
 from tests.scripts.generator import draw
 from tests.scripts.known import KNOWN
 from tests.scripts.placements import Placement, Trial, draw_trial
-from tests.scripts.player import Came, play
+from tests.scripts.player import Played, play
 
 EXACT = "exact"
 
 BY_SAMPLES = ("gather a layer together",)
-"""Of refusals for which the samples of a step decide: a router that first sends them to other experts, say."""
+"""Messages of refusals that depend on the samples of a step, for instance on a router's choice of experts."""
 
 
 class Verdict(NamedTuple):
-    """kind   exact: promised and equal; lowered: less is promised; refused; invalid: the script is wrong by itself;
-             unseen: a script that breaks the contract on purpose has other bits; noticed: such a script was stopped;
-             finding: a defect of the library
-    cause  of a refusal or a lower promise in one line, or all that is known of a finding
+    """A judgment of a script.
+
+    Args:
+        kind: "exact" (promised and equal), "lowered" (a lower promise), "refused", "invalid" (the script itself fails),
+            "unseen" (an intended violation has other bits), "noticed" (an intended violation was stopped), or
+            "finding" (a defect of the library).
+        cause: The reason of a refusal or lowered promise in one line, or the details of a finding.
     """
 
     kind: str
@@ -39,7 +42,7 @@ class Verdict(NamedTuple):
 
 
 def judge(seed: int, folder: Path, left_out: Collection[str] = tuple(KNOWN)) -> Verdict:
-    """Draw this seed's script and trial, run them in a folder of their own below `folder`, and compare."""
+    """Generate the script and layouts of a seed, run them in a subfolder of `folder`, and compare."""
     script = draw(seed, left_out)
     trial = draw_trial(script, left_out)
     place = folder / f"seed-{seed}"
@@ -54,7 +57,7 @@ def judge(seed: int, folder: Path, left_out: Collection[str] = tuple(KNOWN)) -> 
 
 
 def _judge(script: Script, trial: Trial, path: Path) -> tuple[str, str]:
-    runs: dict[str, Came] = {}
+    runs: dict[str, Played] = {}
     try:
         for name in ("whole", "first", "second"):
             placement: Placement = getattr(trial, name)
@@ -69,8 +72,8 @@ def _judge(script: Script, trial: Trial, path: Path) -> tuple[str, str]:
     return _compare(runs)
 
 
-def _ended_badly(name: str, runs: dict[str, Came], *, broken: bool) -> tuple[str, str] | None:
-    """Refusals and crashes; None: this run ended as it should."""
+def _ended_badly(name: str, runs: dict[str, Played], *, broken: bool) -> tuple[str, str] | None:
+    """Return the verdict on a refusal or crash; None if the run ended normally."""
     run = runs[name]
     if run.how == "ended":
         return None
@@ -83,10 +86,10 @@ def _ended_badly(name: str, runs: dict[str, Came], *, broken: bool) -> tuple[str
         return "finding", f"{name} was refused in step {end.step}:\n{end.says}"
     if "PromiseBrokenError" in str(end.says) and not broken:
         return "finding", f"{name} was stopped by its own check:\n{end.says}"
-    here = "" if name == "whole" else " (not in one process)"
+    where = "" if name == "whole" else " (not in one process)"
     if not _has_three_parts(str(end.says)):
         return "finding", f"{name} was refused without a next step:\n{end.says}"
-    return "refused", f"{words}{here}\n{end.says}"
+    return "refused", f"{words}{where}\n{end.says}"
 
 
 def _has_three_parts(says: str) -> bool:
@@ -98,7 +101,7 @@ def first_line(says: Any) -> str:
     return str(says).partition("\n")[0][:150]
 
 
-def _compare(runs: dict[str, Came]) -> tuple[str, str]:
+def _compare(runs: dict[str, Played]) -> tuple[str, str]:
     whole, first, second = runs["whole"], runs["first"], runs["second"]
     for name, run in runs.items():
         if len({end.weights for end in run.ends}) > 1:
@@ -114,9 +117,9 @@ def _compare(runs: dict[str, Came]) -> tuple[str, str]:
     found = {**first.steps, **second.steps}
     if found.keys() != whole.steps.keys():
         return "finding", f"other bits: the steps {sorted(found)}, and {sorted(whole.steps)} in one process"
-    for number, told in sorted(whole.steps.items()):
-        if not _same(found.get(number), told):
-            return "finding", f"other bits: step {number} has {found.get(number)}, in one process {told}"
+    for number, expected in sorted(whole.steps.items()):
+        if not _same(found.get(number), expected):
+            return "finding", f"other bits: step {number} has {found.get(number)}, in one process {expected}"
     a, b = whole.ends[0], second.ends[0]
     if a.weights != b.weights:
         return "finding", "other bits: the same losses, and other weights"
@@ -126,4 +129,4 @@ def _compare(runs: dict[str, Came]) -> tuple[str, str]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return repr(a) == repr(b)  # NaN is equal to itself here
+    return repr(a) == repr(b)  # repr compares NaN as equal to itself

@@ -1,8 +1,8 @@
-// An accelerator that there is not, for machines without one: its memory is the processor's, and its arithmetic goes
-// over the processor's kernels, one operator after the other. For torch it is another device all the same: a tensor
-// there has its own storage, meets none of the processor's, and is nothing that gloo would send.
+// A simulated accelerator for machines without one. Its memory is CPU memory, and its operators call the CPU kernels.
+// For torch it is a separate device: its tensors have their own storage, cannot be combined with CPU tensors, and
+// cannot be sent by gloo.
 //
-// How torch is extended by a device: https://docs.pytorch.org/docs/2.13/accelerator/index.html
+// How to add a device to torch: https://docs.pytorch.org/docs/2.13/accelerator/index.html
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -26,7 +26,7 @@ constexpr auto kind = c10::DeviceType::PrivateUse1;
 const c10::Device device(kind, 0);
 const c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
 
-// -- its memory
+// -- memory
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -40,7 +40,7 @@ struct Memory final : c10::Allocator {
 Memory memory;
 REGISTER_ALLOCATOR(kind, &memory);
 
-// -- its one stream, on which everything is done as soon as it is asked for; its events are moments
+// -- the only stream, which runs operations at once; events are timestamps
 
 using Moment = std::chrono::steady_clock::time_point;
 
@@ -91,7 +91,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 Hooks hooks;
 const bool known = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
 
-// -- making tensors, and looking at the same bytes in other ways
+// -- allocation and views
 
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
@@ -146,9 +146,9 @@ at::Tensor& set_whole(at::Tensor& self, at::Storage source) {
   return set_(self, std::move(source), 0, {count}, {1});
 }
 
-// -- there and back
+// -- copies between devices
 
-// The same bytes, for the processor, for as long as the tensor is there.
+// A CPU view of the same memory, valid while the tensor exists.
 at::Tensor here(const at::Tensor& tensor) {
   if (tensor.device().is_cpu()) return tensor;
   auto bytes = c10::DataPtr(tensor.storage().mutable_data(), c10::Device(c10::kCPU));
@@ -166,13 +166,13 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  if (to.sizes() != from.sizes()) to.resize_(from.sizes());  // which lays it row after row
+  if (to.sizes() != from.sizes()) to.resize_(from.sizes());  // makes it contiguous
   return copy_from(from, to, false);
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& tensor) { return at::_local_scalar_dense(here(tensor)); }
 
-// -- what torch asks a new device for by name
+// -- hooks of a new device
 
 std::optional<at::Tensor> here(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && tensor->defined() ? std::make_optional(here(*tensor)) : std::nullopt;
@@ -197,7 +197,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {there(a), there(b), there(c)};
 }
 
-// It writes to the running statistics, which its schema does not say, so that the fallback would lose that.
+// It changes the running statistics without declaring so in its schema, so the fallback would lose the change.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
@@ -207,7 +207,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_batch_norm(
   return {a.to(device), b.to(device), c.to(device)};
 }
 
-// -- everything else
+// -- fallback for all other operators
 
 void check(const at::Tensor& tensor, const c10::OperatorHandle& op) {
   TORCH_CHECK(!tensor.defined() || !tensor.device().is_cpu() || tensor.dim() == 0,

@@ -1,7 +1,7 @@
-"""An accelerator on a machine without one (standin.cpp), as torch's plug-in `standin`.
+"""A simulated accelerator (standin.cpp) as the torch extension `standin`, for machines without one.
 
-torch loads it by itself in every process that finds this folder, `environment`: it is what an accelerator's maker
-would install. `plug_in` does it in a process that has torch already.
+torch loads the extension in each process with this folder on its path (see `environment`), like that of a hardware
+vendor. `plug_in` loads it in a process that has already imported torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 HERE = Path(__file__).parent
 LIBRARY, NAME = "STANDIN_LIBRARY", "STANDIN_UUID"
-"""The variables that name what `build` has made, and the accelerator itself: there may be several."""
+"""Environment variables: the path of the library, and the UUID of the accelerator."""
 
 
 class Module:
-    """What torch.standin is, as torch.cuda is for CUDA."""
+    """The module torch.standin, like torch.cuda."""
 
     @staticmethod
     def is_available() -> bool:
@@ -58,7 +58,7 @@ class Module:
 
     @staticmethod
     def manual_seed(seed: int) -> None:
-        """Its numbers are drawn by the processor's generator, which has its seed."""
+        """Do nothing: random numbers come from the CPU generator, which has its own seed."""
 
     manual_seed_all = manual_seed
 
@@ -68,40 +68,40 @@ class Module:
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: object = None) -> None:
-        """It has none of its own."""
+        """Do nothing: there is no generator."""
 
 
 def build(folder: Path) -> Path:
-    """The library, compiled once for all who call it with this folder (six seconds)."""
-    source, about = HERE / "standin.cpp", Path(torch.__file__).parent
-    made = folder / f"libstandin-{zlib.crc32(source.read_bytes() + torch.__version__.encode()):08x}.so"
+    """Compile the library once per folder (six seconds), and return its path."""
+    source, torch_folder = HERE / "standin.cpp", Path(torch.__file__).parent
+    library = folder / f"libstandin-{zlib.crc32(source.read_bytes() + torch.__version__.encode()):08x}.so"
     with open(folder / "standin.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            draft = made.with_suffix(".draft")
-            words = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", str(source), f"-I{about / 'include'}"]
-            words += [f"-L{about / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(draft)]
+        if not library.exists():
+            draft = library.with_suffix(".draft")
+            words = ["g++", "-O1", "-std=c++20", "-fPIC", "-shared", str(source), f"-I{torch_folder / 'include'}"]
+            words += [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(draft)]
             subprocess.run(words, check=True)
-            draft.rename(made)
-    return made
+            draft.rename(library)
+    return library
 
 
 def missing() -> str:
-    """What keeps this machine from having it, in words; nothing: it can."""
-    return "" if shutil.which("g++") else "the stand-in for an accelerator is C++: apt install g++"
+    """Return why the library cannot be built here; "" if it can."""
+    return "" if shutil.which("g++") else "the simulated accelerator needs a C++ compiler: apt install g++"
 
 
 def environment(library: str) -> dict[str, str]:
-    """Variables under which torch has one accelerator: this one, or of a machine's own the first."""
+    """Return environment variables that give torch one accelerator: the stand-in, or the first real one."""
     return {LIBRARY: library, "PYTHONPATH": str(HERE)} if library else {"CUDA_VISIBLE_DEVICES": "0"}
 
 
 HIDDEN = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "CUDA_VISIBLE_DEVICES": ""}
-"""Variables under which it has none."""
+"""Environment variables that hide all accelerators."""
 
 
 def equip(library: str, *, equipped: bool) -> None:
-    """From now on torch has an accelerator in this process, or has none."""
+    """Give torch in this process an accelerator, or hide it."""
     if not equipped:
         os.environ.update(HIDDEN)
     elif library:
@@ -109,9 +109,9 @@ def equip(library: str, *, equipped: bool) -> None:
 
 
 def plug_in(library: str = "") -> None:
-    """torch has a stand-in."""
+    """Register the stand-in in torch."""
     torch.ops.load_library(library or os.environ[LIBRARY])
     torch.utils.rename_privateuse1_backend("standin")
     torch.utils.generate_methods_for_privateuse1_backend()
     torch._register_device_module("standin", Module)
-    torch.__future__.set_swap_module_params_on_conversion(True)  # else Module.to makes two of a weight that is tied
+    torch.__future__.set_swap_module_params_on_conversion(True)  # otherwise Module.to splits tied weights
