@@ -1,10 +1,10 @@
-"""Known silent mistakes of distributed training, each as a measurement: ours, and the peers' in processes of their own.
+"""Measure known silent mistakes of distributed training, in Unisono and in other libraries.
 
-    python -m benchmarks.mistakes                                    # ours, and DistributedDataParallel by hand
-    python -m benchmarks.mistakes --peers /path/to/venv/bin/python   # and the peers that are installed there
+    python -m benchmarks.mistakes                                    # Unisono, and DistributedDataParallel by hand
+    python -m benchmarks.mistakes --peers /path/to/venv/bin/python   # and the libraries of that Python
 
-A file a mistake. Its function for a peer is written as the peer's documentation shows it, with the defaults that a user
-gets who sets nothing, and is run by torchrun; only the peer and torch have to be there. Ours is the public loop. Each
-returns what it measured, a plain value, on every process; the case knows what is right. The table is
+Each module measures one mistake. Its function for another library follows that library's documentation with default
+settings. torchrun runs it, and needs only torch and that library. The function for Unisono is the public loop. Each
+function returns its measurement as a plain value on all processes, and the case knows the right value. The table is
 `docs/measured/correctness.md`; tests/parity/test_silent_mistakes.py tests our column.
 """

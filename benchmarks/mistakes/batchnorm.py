@@ -1,7 +1,7 @@
-"""Batch norm's running statistics: each process has its own, and those of the first one are saved.
+"""Running statistics of batch norm that differ by process, of which only those of rank 0 are saved.
 
-Two processes, 50 steps over the same 8 samples, half of them 0 and half of them 2, in order: the running mean that
-would be saved. All samples together have a mean of 1.
+Two processes train 50 steps on the same 8 samples, half of them 0 and half of them 2, in order. The figure is the
+running mean that would be saved. The mean of all samples is 1.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def data() -> TensorDataset:
 
 
 def loader(place: Place) -> DataLoader[Any]:
-    """Each process its half, as when the data is sorted, or comes from two sources."""
+    """Give each process one half, as with sorted data, or with data of two sources."""
     half = BATCH // place.size
     return DataLoader(Subset(data(), range(place.rank * half, (place.rank + 1) * half)), batch_size=half)
 
 
 def saved(model: nn.Module) -> float:
-    """On the first process, which is the one that saves."""
+    """Return the running mean, which rank 0 would save."""
     return float(model.state_dict()["running_mean"].item())
 
 

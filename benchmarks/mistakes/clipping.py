@@ -1,7 +1,7 @@
-"""Clipping by a norm that is not a number: every weight is multiplied by it, and the model is gone without a word.
+"""Clipping by a norm of NaN, which silently sets all weights to NaN.
 
-Two processes; one of 8 samples has the square root of 0 in its loss, which is finite and has no gradient. Gradients are
-clipped to 1. How many of the 4 weights are not finite after the step, or was it refused?
+One of 8 samples on two processes has the square root of 0 in its loss, which is finite and has no finite gradient.
+Gradients are clipped to 1. The figure is the number of weights, of 4, that are not finite after the step, or a refusal.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def distance(model: Any, x: torch.Tensor) -> torch.Tensor:
-    """Of every sample."""
+    """Return the distance of each sample."""
     out: torch.Tensor = model(x).pow(2).sum(1).sqrt()
     return out
 

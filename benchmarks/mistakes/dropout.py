@@ -1,7 +1,7 @@
-"""Dropout that is the same on every process, because all were seeded alike; and dropout that a resume rolls anew.
+"""Equal dropout masks on all processes, because all have the same seed; and other masks after a resume.
 
-Two processes, one layer of dropout over 64 ones. How many of the processes drew a mask of their own? And: a run of 4
-steps is saved and ended after 2; are the masks of steps 3 and 4 those of a run that went through?
+Two processes apply one dropout layer to 64 ones. The first figure is the number of different masks. For the second one,
+a run of 4 steps is saved and ended after 2: it is the number of later masks equal to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ STEPS, SAVED = 4, 2
 
 
 class Masks:
-    """The masks that this process drew. A list in the module itself would be state that Unisono keeps the same on all
-    processes."""
+    """The masks of this process. They are not in the module, whose attributes Unisono synchronizes."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []
 
 
 class Net(nn.Module):
-    """Keeps the masks that it drew."""
+    """A dropout layer that records its masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Net(nn.Module):
 
 
 def data(size: int = 2) -> TensorDataset:
-    """One sample a step for each process."""
+    """Return one sample per step and process."""
     return TensorDataset(torch.ones(STEPS * size, 64))
 
 
@@ -54,14 +53,14 @@ def loader(size: int) -> DataLoader[Any]:
 
 
 def different(masks: list[str]) -> int:
-    """How many masks there were in the first step."""
+    """Return the number of different masks in the first step."""
     return len(set(gather(masks[0])))
 
 
 def again(place: Place, masks: list[str]) -> int:
-    """How many steps after the resume drew the masks of the run that went through.
+    """Return the number of steps after the resume with the masks of the uninterrupted run.
 
-    In the first launch every step is made and the state is saved on the way; the second begins there.
+    The first launch runs all steps and saves the state after two; the second one resumes from it.
     """
     everywhere = [list(step) for step in zip(*gather(masks), strict=True)]
     before = place.folder / "masks.json"
@@ -89,7 +88,7 @@ def ours(run: Run[Any], place: Place) -> int:
 
 
 def ours_resumed(run: Run[Any], place: Place) -> int:
-    """The checkpoint after two steps is the one that a run that was killed in the third would find."""
+    """Resume from the checkpoint after two steps, as a run that is killed in the third."""
     masks = train(run)
     if place.launch == 0 and place.rank == 0:
         from shutil import rmtree

@@ -1,7 +1,7 @@
-"""Evaluation rows that are counted twice, so that every process has equally many.
+"""Evaluation rows that count twice, so that all processes have the same number.
 
-101 rows, the numbers 0 to 100, in batches of 4 on 2, 3 and 4 processes: how many rows the metric saw, and their mean.
-Once as a data set with a length, once as a stream.
+101 rows, the numbers 0 to 100, are evaluated in batches of 4 on 2, 3 and 4 processes. The figures are the number of
+rows and their mean, for a data set with a length and for a stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Build = Callable[[], Any]
 
 
 def figure(values: list[float]) -> dict[str, float]:
-    """Of everything that all processes together saw."""
+    """Return count and mean of the rows of all processes."""
     return {"rows": len(values), "mean": sum(values) / len(values)}
 
 
@@ -70,7 +70,7 @@ def accelerate(build: Build) -> dict[str, float]:
 
 
 def accelerate_stream(place: Place) -> dict[str, float]:
-    """Every process reads its part of the stream; the default reads all on the first one and sends it around."""
+    """Let each process read its part of the stream. By default rank 0 reads it and sends the rows."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))

@@ -1,6 +1,6 @@
 """A mean over an epoch whose weights are averaged as integers, and so rounded down.
 
-13 rows, the numbers 0 to 12, of which the first process has 5 and the second 8: their mean.
+The figure is the mean of 13 rows, the numbers 0 to 12, of which the first process has 5 and the second one 8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def data() -> TensorDataset:
 
 
 def ours(run: Run[Any], place: Place) -> float:
-    """Who has how many is the library's to choose, and must not matter."""
+    """Let the library divide the rows; the division must not matter."""
 
     def value(output: torch.Tensor, *batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return output.sum(), len(output)

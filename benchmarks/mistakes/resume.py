@@ -1,7 +1,7 @@
-"""A resume in the middle of an epoch that shows samples twice, or never.
+"""A resume in the middle of an epoch that uses samples twice, or never.
 
-Two processes, 64 samples, 8 a step, two epochs. The run is saved in the middle of the second one; new processes load
-that and finish it. Which samples did the whole second epoch use?
+Two processes train two epochs of 64 samples with 8 per step. The run is saved in the middle of the second epoch, and
+new processes resume it. The figures count samples that the second epoch uses twice or never.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def loader(place: Place) -> DataLoader[Any]:
 
 
 def figure(place: Place, first: int, seen: list[list[float]]) -> dict[str, int]:
-    """What both launches together did in the second epoch; `seen` begins with step `first`.
+    """Count samples of both launches in the second epoch; `seen` starts with step `first`.
 
-    Of the first launch, the steps that the checkpoint knows of count; a run that is killed has often done more.
+    Of the first launch, only the steps before the checkpoint count, since a killed run may have done more.
     """
     now = [v for each in gather(seen) for n, step in enumerate(each, first) if n >= EPOCH for v in step]
     before = place.folder / "seen.json"
@@ -67,9 +67,9 @@ def ours(run: Run[Any], place: Place) -> dict[str, int]:
 
 
 def accelerate(place: Place, seedable: bool = False) -> dict[str, int]:
-    """As in its guide to checkpointing: load_state, then skip_first_batches in the epoch that was under way.
+    """Follow the guide to checkpointing: load_state, then skip_first_batches in the interrupted epoch.
 
-    A seedable sampler must be told the epoch: without set_epoch it replays the first one.
+    A seedable sampler needs set_epoch; without, it repeats the first epoch.
     """
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import set_seed

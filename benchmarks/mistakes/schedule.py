@@ -1,6 +1,6 @@
-"""A schedule that is stepped once for each process: the learning rate falls as many times too fast.
+"""A schedule that is stepped once per process, so that the learning rate falls too fast.
 
-Two processes, a linear decay over 100 steps, 50 steps made.
+The figure is the learning rate on two processes after 50 steps of a linear decay over 100 steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The same shuffle in every epoch, because nobody said which epoch it is.
+"""The same order in each epoch, because the script does not call set_epoch.
 
-Two processes, three epochs over 16 samples: how many different orders there were.
+The figure is the number of different orders in three epochs over 16 samples on two processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def loader(place: Place) -> DataLoader[Any]:
 
 
 def figure(seen: list[float]) -> int:
-    """Of what this process saw, epoch after epoch."""
+    """Return the number of different orders of this process's samples."""
     size = len(seen) // EPOCHS
     everywhere = gather([seen[i * size : (i + 1) * size] for i in range(EPOCHS)])
     return len({str([each[i] for each in everywhere]) for i in range(EPOCHS)})

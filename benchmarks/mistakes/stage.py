@@ -1,8 +1,8 @@
-"""Where a case is played: the place of one process, what a case is, and the door for a process of a peer's.
+"""Define cases and their processes. As a program, run a case in a process of another library.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.mistakes.stage schedule Accelerate FOLDER 0
 
-It prints one line, `figure {...}`, which the caller reads; peers print what they like around it. Needs torch alone.
+It prints the line `figure {...}` for the caller, among the library's own output. It needs only torch.
 """
 
 from __future__ import annotations

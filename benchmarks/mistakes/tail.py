@@ -1,7 +1,7 @@
-"""The tail of an accumulation window: what is left of an epoch is divided by the full window.
+"""An incomplete accumulation window at the end of an epoch, divided by the size of a complete one.
 
-Two processes, a window of 4 micro-batches, 6 micro-batches on each process, each with a gradient of 1: the gradients
-that the optimizer sees in the epoch.
+Each of two processes has 6 micro-batches with a gradient of 1, and the window is 4 micro-batches. The figures are the
+gradients that the optimizer uses in the epoch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A mean of means: micro-batches with few tokens count as much as those with many.
 
-Two processes, two micro-batches each, of 2, 30, 50 and 6 tokens; the relative L2 error of the gradient that the
-optimizer would use, against the gradient of the mean over all 88 tokens in double precision.
+Two processes have two micro-batches each, of 2, 30, 50 and 6 tokens. The figure is the relative L2 error of the
+gradient that the optimizer would use; the reference is the mean over all 88 tokens in double precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WIDTH, CLASSES = 16, 11
 
 
 class Sequences(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Four sequences of tokens: features of each, and a class that can be learnt from them."""
+    """Four sequences of tokens: features and learnable classes."""
 
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(0)
@@ -44,17 +44,17 @@ def build() -> nn.Module:
 
 
 def loader() -> DataLoader[Any]:
-    """A micro-batch is one sequence."""
+    """Return a loader with one sequence per micro-batch."""
     return DataLoader(Sequences(), batch_size=1)
 
 
 def mean(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The loss as models return it: a mean over the micro-batch's tokens."""
+    """Return the loss as models do: a mean over the tokens of a micro-batch."""
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
 def error(model: nn.Module) -> float:
-    """How far the model's gradient is from the right one."""
+    """Return the relative error of the model's gradient."""
     exact = nn.Linear(WIDTH, CLASSES).double()
     exact.load_state_dict(build().state_dict())
     x, y = (torch.cat(column) for column in zip(*Sequences().rows, strict=True))

@@ -1,7 +1,7 @@
-"""Parameters that nobody used, and that the optimizer moves all the same.
+"""Unused parameters that the optimizer changes nevertheless.
 
-Two processes, find_unused_parameters, AdamW with weight decay, 3 steps: how far a layer moved that no sample used. In
-plain torch its gradient is None, and AdamW leaves it alone.
+The figure is the distance that an unused layer moves in 3 steps on two processes with find_unused_parameters and AdamW
+with weight decay. In plain torch its gradient is None, and AdamW does not change it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def moved(model: Net) -> float:
-    """Of what this process holds."""
+    """Return the distance of this process's part of the weight from its initial value."""
     weight: Any = model.unused.weight.detach()
     mine: torch.Tensor = weight.to_local() if hasattr(weight, "to_local") else weight
     return float((mine - 1).abs().max()) if mine.numel() else 0.0
@@ -103,7 +103,7 @@ def trainer(place: Place) -> float:
 
 
 def ddp(place: Place) -> float:
-    """The furthest of all its ways to deal with unused parameters, and of fully_shard's."""
+    """Return the largest distance over all options for unused parameters, and for fully_shard."""
     options: list[dict[str, Any]] = [{name: True} for name in ("find_unused_parameters", "static_graph")]
     options += [{**one, "gradient_as_bucket_view": True} for one in options]
     distances = []
@@ -116,7 +116,7 @@ def ddp(place: Place) -> float:
             optimizer.step()
             optimizer.zero_grad()
         distances.append(moved(plain))
-        del model  # or its reducer outlives the group
+        del model  # the reducer must not outlive the group
     return max(gather(max(distances)))
 
 
