@@ -187,7 +187,10 @@ def comparisons(world: World, steps: int, folder: str) -> list[float]:
 
 def time_lines() -> dict[str, float]:
     """Return the seconds per step of parts that are always on."""
-    line = min(timeit.repeat("Here.moves += 1", "from unisono.phases import Here", number=100_000, repeat=5)) / 100_000
+    line = (
+        min(timeit.repeat("Position.moves += 1", "from unisono.phases import Position", number=100_000, repeat=5))
+        / 100_000
+    )
     begin = min(timeit.repeat("f(3)", "from unisono.phases import begin_step as f", number=100_000, repeat=5)) / 100_000
     phases.Position.steps = 0
     spikes = LossSpikes()

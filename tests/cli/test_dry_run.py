@@ -92,7 +92,11 @@ if __name__ == "__main__":
         ("--ranks 4 --set parallel.tensor=2 --set parallel.pipeline=2 --set precision=bf16", "3 heads", "tensor=3"),
         ("--ranks 6 --set parallel.pipeline=6", "5 have parameters", "parallel.pipeline=5"),
         ("--ranks 2 --set parallel.pipeline=2 --set norm=batch", "BatchNorm1d", "GroupNorm"),
-        ("--ranks 2 --set compress.kind=int8 --set dtype=float64", "Only float32 gradients are compressed", "compress.kind=none"),
+        (
+            "--ranks 2 --set compress.kind=int8 --set dtype=float64",
+            "Only float32 gradients are compressed",
+            "compress.kind=none",
+        ),
         ("--ranks 2 --set compress.kind=int8 --set counts=true", "no gradient", "over=[optimizer]"),
         pytest.param("--set compress.kind=topk --set dtype=complex64", "float32", "kind=none", marks=pytest.mark.slow),
     ],

@@ -280,7 +280,9 @@ BREACHES = {
     "a stream": Breach(
         lambda run: train(run, data=Stream()), "DataError: The training set is not a map-style data set.*class Stream"
     ),
-    "a stream with a length": Breach(lambda run: train(run, data=LongStream()), "DataError: .* not a map-style data set.*LongStream"),
+    "a stream with a length": Breach(
+        lambda run: train(run, data=LongStream()), "DataError: .* not a map-style data set.*LongStream"
+    ),
     "a loader": Breach(lambda run: train(run, data=DataLoader(Stream())), "a DataLoader.*loader.dataset.*--set batch"),
     "a generator": Breach(lambda run: train(run, data=iter([])), "DataError: .* list_iterator.*lacks __len__"),
     "nothing trains": Breach(lambda run: train(run, make=frozen), "none of their parameters needs a gradient"),
