@@ -58,7 +58,7 @@ def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Comm
     ended = command.run(*words, "--cpu-ranks", "3", "--resume")
     assert ended.status == 2
     device = about(command, "out")["device"]  # as the last run before has left it
-    assert f"It was begun with device = {device}, and the result depends on it." in ended.err
+    assert f"The run was begun with device = {device}, and the result depends on it." in ended.err
     assert len(device.split(" and ")) == 2
     assert "--accept-change device" in ended.last
 

@@ -25,7 +25,7 @@ def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_th
     told = refused.err.partition("Results depend on batch")[2]
     assert {"clip", "exchange", "instruction_set", "length", "local_sgd.sync_every", "lr"} <= set(told.split(", "))
     assert "(without it)" in refused.err
-    assert "The run was to be resumed with seed = 1." in refused.err  # at once
+    assert "Cannot resume with seed = 1." in refused.err  # at once
 
     # The run was given steps; who asks for epochs now means these: 101 samples in batches of 16 are 7 steps.
     ended = command.run("run", *again, "--accept-change", "length", "--accept-change", "lr", "--set", "epochs=1")

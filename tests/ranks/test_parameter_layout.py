@@ -110,7 +110,7 @@ def resume_with_groups(world: World, folder: str, first: list[str], second: list
 
 def test_other_groups_are_refused(tmp_path: Path) -> None:
     swapped = run_ranks(resume_with_groups, 1, str(tmp_path / "a"), ["body", "head"], ["head", "body"])[0]
-    assert "same parameters in another order: body.weight stands where now head.weight does" in swapped
+    assert "same parameters in another order: body.weight where the optimizer now has head.weight" in swapped
     fewer = run_ranks(resume_with_groups, 1, str(tmp_path / "b"), ["body"], ["body", "head"])[0]
     assert "its group 1 had 0 parameters when it was saved, and has 2 now" in fewer
     other = run_ranks(resume_with_groups, 1, str(tmp_path / "c"), ["body"], ["head"])[0]

@@ -145,7 +145,7 @@ FORGOTTEN: dict[str, tuple[Loop, list[str]]] = {
     "two": (tracks("model", "second"), ["SGD and CosineAnnealingLR are", "optimizer=..., schedule=..."]),
     "all": (tracks(), ["Linear and SGD and Adam and CosineAnnealingLR are", "not tracked"]),
     "what steps later": (tracks("model", "optimizer", "schedule", late=True), ["Adam is", "run.track(optimizer=...)"]),
-    "that it was tracked": (tracks_twice, ["run.track was given 'model' twice", "rename one"]),
+    "that it was tracked": (tracks_twice, ["two objects by the name 'model'", "rename one"]),
     "what can be saved": (lambda run: run.track(best=3.5), ["'best', a float", "state_dict() and load_state_dict()"]),
     "what can be written": (
         lambda run: train(run, after=writes_code),
@@ -202,15 +202,22 @@ def other_name(run: Run[Any]) -> Any:
 
 MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
     "it fits": (saved_and_resumed(tracks(*ALL), tracks(*ALL)), []),
-    "a model": (saved_and_resumed(tracks("model", build=wide)), ["Error: 'model' (Linear) was to", "does not fit"]),
+    "a model": (
+        saved_and_resumed(tracks("model", build=wide)),
+        ["Error: Cannot load the state of 'model' (Linear)", "does not fit"],
+    ),
     "an optimizer": (
         saved_and_resumed(lambda run: train(run, make=half)),
-        ["CheckpointError: 'optimizer' (SGD) was to be resumed", "does not fit", "resume with the script that began"],
+        [
+            "CheckpointError: Cannot load the state of 'optimizer' (SGD)",
+            "does not fit",
+            "resume with the script that began",
+        ],
     ),
-    "a name": (saved_and_resumed(other_name), ["Error: 'net' was to be resumed", "That holds model, optimizer."]),
+    "a name": (saved_and_resumed(other_name), ["Error: Cannot resume 'net'", "That holds model, optimizer."]),
     "the data": (
         saved_and_resumed(lambda run: train(run, data=Numbers(21))),
-        ["SettingsError: The run was to be resumed with 21 samples", "begun with 20", "--accept-change"],
+        ["SettingsError: Cannot resume with 21 samples", "begun with 20", "--accept-change"],
     ),
 }
 

@@ -85,7 +85,7 @@ def build_loop(
     named = [(models.names[id(p)], p) for p in models.params]
     group = context.group
     if context.mesh.pipeline.size == 1 or group.mixed:
-        check_same_parameters(group, named, "run.steps was asked for a step", context.device)
+        check_same_parameters(group, named, "run.steps", context.device)
     models.buffers.attributes.say = context.monitor.note
     read_lengths(context, data)
     length = length_of(data, "The training set")

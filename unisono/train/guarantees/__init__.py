@@ -1,1 +1,1 @@
-"""What a run promises, and what it refuses."""
+"""The promise of a run, and the errors that it reports."""

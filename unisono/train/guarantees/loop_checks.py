@@ -1,4 +1,4 @@
-"""Checks of what the script's loop does: its totals, its forward passes, its optimizers and schedules."""
+"""Checks of the script's loop: its totals, its forward passes, its optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from unisono.train.step_state import StepState
 
 
 class LoopChecks:
-    """Check what the loop does, in every step.
+    """Check the script's loop in every step.
 
     last      number of steps of the whole run
     turns     processes that compute the micro-batches of one virtual rank in turn
     steppers  optimizers and schedules that were stepped, in the order of their first step; filled here
-    run_dir   the run directory, as one types it
+    run_dir   the run directory, as a user types it
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LoopChecks:
     # -- forward passes
 
     def begin(self, gradient: GradientPass) -> None:
-        """A pass begins: remember the parameters. (With one virtual rank, forward passes may change them.)"""
+        """Begin a pass: remember the versions of the parameters, and before the first pass their hashes."""
         self._versions = versions(self.models.params)
         if not gradient.seen:
             self._hashes = self._param_hashes()
@@ -74,7 +74,7 @@ class LoopChecks:
                 raise LoopError(
                     f"The forward pass of step {step.number} changed the parameter {self.models.names.get(id(p), '')} "
                     f"of shape {tuple(p.shape)}.",
-                    f"With {self.order.virtual_ranks} virtual ranks its value would depend on which process did what; "
+                    f"With {self.order.virtual_ranks} virtual ranks its value would depend on the placement; "
                     "parameters may change between two steps only.",
                     "do it after step.update (Embedding without max_norm, and a line that renorms), or "
                     "--set virtual_ranks=1.",
@@ -84,12 +84,14 @@ class LoopChecks:
         return tensor_hashes([to_local(p.detach()) for p in self.models.params], ordered=True)
 
     def check_buffers(self, step: StepState, *, changed: bool) -> None:
-        """Raise LoopError if buffers changed where several processes compute one virtual rank: none knows its
-        buffers then."""
+        """Raise LoopError if buffers changed where several processes compute one virtual rank.
+
+        No process has all changes of that virtual rank then.
+        """
         if changed and self.models.pipeline is not None:
             raise self.models.pipeline.changing(step.number)
         if changed and self.turns > 1:
-            following = range(step.number, min(step.number + 2, self.last))  # an epoch's last batch may be a short one
+            following = range(step.number, min(step.number + 2, self.last))  # the last batch of an epoch may be short
             refuse_changing_buffers(step.number, max(map(self.order.batch_size, following)), self.settings)
 
     @contextmanager
@@ -121,7 +123,7 @@ class LoopChecks:
         """
         if not weight > 0:
             raise LoopError(
-                f"Step {step.number} was to be divided by its total weight.",
+                f"Cannot average step {step.number}: the total weight is {weight:g}.",
                 f"The total weight of its {step.samples} samples over all processes is {weight:g}"
                 + (", since no round called step.backward with more." if weight == 0 else "."),
                 "call step.backward(loss, weight) in `for batch in step:` with a weight above 0 in some round.",
@@ -132,7 +134,7 @@ class LoopChecks:
                 f"Step {step.number} has a loss of {loss}.",
                 f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
                 f" (samples {self._samples(step.number, bad[0])}).",
-                f"look at them: {self.replay_command(step.number)} --virtual-rank {bad[0]}; lower the learning rate, "
+                f"inspect them: {self.replay_command(step.number)} --virtual-rank {bad[0]}; lower the learning rate, "
                 "or clip the gradient (--set clip=1.0).",
             )
         return math.isfinite(loss)

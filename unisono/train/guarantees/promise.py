@@ -1,4 +1,4 @@
-"""What a run promises of its result, and what it writes into result.json."""
+"""The promise of a run, and the entries of result.json."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def promise(context: RunContext) -> tuple[str, str]:
         first = min(c["step"] for c in progress.changes)
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
             return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
-        why, _, _ = why.partition(OTHERWISE)  # said of earlier changes, which are among these
+        why, _, _ = why.partition(OTHERWISE)  # without the text of earlier changes, which are among these
         return before, f"{why}{OTHERWISE}{first} on other mathematics: {what}"
     return max(here, (before, why), key=lambda promised: _rank(promised[0]))
 
@@ -54,7 +54,7 @@ def _rank(promise: str) -> int:
 
 
 def _promise_here(context: RunContext) -> tuple[str, str]:
-    """Return what these processes can promise, whatever was before."""
+    """Return the promise of these processes and its reason, whatever the run promised before."""
     progress, models, settings = context.progress, context.models, context.settings
     if progress.differences:
         return "tolerance", "; ".join(progress.differences)
@@ -124,7 +124,7 @@ def result(context: RunContext) -> dict[str, Any]:
     }
     known |= context.loop.result()
     logged = {name: value for name, value in progress.results.items() if isinstance(value, (int, float, str, bool))}
-    return {  # what the loop logged under a name of ours ("loss", by an evaluation) has another value and name
+    return {  # a value that the loop logged by the name of an entry ("loss", by an evaluation) gets another name
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }

@@ -1,14 +1,14 @@
-"""Is what the processes train the same on all of them? It may not be where they have unlike devices, or in its modes.
+"""Check that all processes train the same parameters, with layers in the same modes.
 
-Processes that make layers in the order of a set have them in another order each, and would add up gradients of unlike
+Processes that build layers in the order of a set have them in different orders, and would add gradients of different
 layers. So names, shapes and order are compared when a model is placed, and again before the first step.
 
-Gradients travel as rows of bytes, as they lie in memory. A script that looks at its device before it builds its model
-(channels_last on a GPU only, half the precision there, a layer that is left on the processor) makes rows that are
-unlike, and their sum is no gradient. Nobody would see it later: weights, which differ anyway, are not compared there.
+Gradients are exchanged as bytes, in the order of memory. A script that builds its model by its device (channels_last or
+half the precision on a GPU only, a layer that is left on the CPU) has gradients of different layouts, and their sum is
+no gradient. With different devices no later check finds this: weights differ in any case, and are not compared.
 
-Nor would anybody see `model.eval()` under `if run.is_main:` with no `train()` after it: weights stay the same on all
-processes, but are made without dropout on some. So a number of all layers' modes goes along with every step.
+Nor does a comparison of weights find `model.eval()` under `if run.is_main:` without a `train()` after it: weights stay
+equal, but some processes compute without dropout. So a hash of the modes of all layers is exchanged in every step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,18 @@ from unisono.errors import LoopError
 
 
 def check_same_parameters(
-    group: ProcessGroup, tensors: Iterable[tuple[str, torch.Tensor]], asked: str, home: torch.device | None = None
+    group: ProcessGroup, tensors: Iterable[tuple[str, torch.Tensor]], verb: str, home: torch.device | None = None
 ) -> None:
-    """Have these the same names, in the same order, and the same form on all processes? Raises LoopError on all of
-    them if not. Every process calls it.
+    """Check that these tensors have the same names, order and form on all processes. Every process calls this.
 
-    home  where they should lie, in a mixed group
+    Args:
+        group: the processes.
+        tensors: the parameters of this process, by name.
+        verb: the function that the script called, for the message.
+        home: the device of the tensors, in a group of different devices.
+
+    Raises:
+        LoopError: they differ; on every process.
     """
     if group.size == 1:
         return
@@ -50,58 +56,66 @@ def check_same_parameters(
     if not group.mixed:
         ordered = sorted(first) == sorted(other)
         raise LoopError(
-            f"{asked}, in {group.size} processes.",
-            f"Its parameters {'have another order' if ordered else 'are others'} on each: {here} on rank 0, and "
+            f"The {group.size} processes have different parameters in {verb}.",
+            f"The parameters {'have another order' if ordered else 'are others'} on each: {here} on rank 0, and "
             f"{there} on rank {rank}.",
-            "make layers in a fixed order: for name in sorted(names), since a set of texts has another order in every "
-            "process."
+            "create layers in a fixed order: for name in sorted(names), since a set of texts has another order in "
+            "every process."
             if ordered
             else "build the same on every process: names, shapes, precision, and what trains.",
         )
     raise LoopError(
-        f"{asked}, on unlike devices.",
+        f"The {group.size} processes have different parameters in {verb}, on different devices.",
         f"The model is another one on each: {here} on rank 0, and {there} on rank {rank}.",
         "build the same on every process, whatever its device: shapes, precision, memory format, and what trains.",
     )
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What it is, wherever it lies, in words."""
+    """Describe a tensor, independent of its device and strides."""
     words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     return words if tensor.requires_grad else f"{words}, not trained"
 
 
 def _form(tensor: torch.Tensor, home: torch.device | None) -> str:
-    """As it lies in memory, in words."""
-    lies = torch.empty_like(tensor, device="meta").stride()  # without what it leaves out
-    words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} with strides {tuple(lies)}"
+    """Describe a tensor with its memory layout."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a dense tensor in the same order
+    words = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} with strides {tuple(strides)}"
     words += "" if tensor.requires_grad else ", not trained"
     return words if home is None or tensor.device == home else f"{words}, on another device than the run's"
 
 
 class ModeCheck:
-    """Which layers of these models are in training mode, and which are not."""
+    """Compare which layers of these models are in training mode."""
 
     def __init__(self, models: Sequence[torch.nn.Module]) -> None:
         self._layers = [(name, layer) for model in models for name, layer in model.named_modules()]
         self._modes = [layer for _, layer in self._layers]
 
     def number(self) -> int:
-        """20 bits that tell them."""
+        """Return a hash of the modes, of 20 bits."""
         return zlib.crc32(bytes(map(attrgetter("training"), self._modes))) >> 12
 
     def refuse(self, group: ProcessGroup, *, computed: bool) -> None:
-        """Raises LoopError on every process, and names the first layer that is not the same. Every process calls it.
-        `computed`: did this one compute something? Who did not may not have come to a `model.train()` in the rounds."""
+        """Raise LoopError that names the first layer whose mode differs. Every process calls this.
+
+        Args:
+            group: the processes.
+            computed: whether this process has computed something; if not, it may not have reached a `model.train()` in
+                the rounds, and its modes are not compared.
+
+        Raises:
+            LoopError: on every process.
+        """
         found = group.all_gather_object([layer.training for layer in self._modes] if computed else None)
-        those = [rank for rank, modes in enumerate(found) if modes is not None]
+        compared = [rank for rank, modes in enumerate(found) if modes is not None]
         for number, (name, layer) in enumerate(self._layers):
-            ranks = [rank for rank in those if not found[rank][number]]
-            if 0 < len(ranks) < len(those):
-                who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            ranks = [rank for rank in compared if not found[rank][number]]
+            if 0 < len(ranks) < len(compared):
+                where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
                 what = f"{name or 'The model'} ({type(layer).__name__})"
                 raise LoopError(
-                    "A step was computed with layers in other modes on other processes.",
-                    f"{what} is in evaluation mode on {who} of {group.size}, and in training mode elsewhere.",
+                    "Layers are in different modes on different processes.",
+                    f"{what} is in evaluation mode on {where} of {group.size}, and in training mode elsewhere.",
                     "call model.train() wherever model.eval() was called; or use run.evaluate, which does both.",
                 )

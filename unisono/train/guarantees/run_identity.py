@@ -18,7 +18,7 @@ from unisono.errors import Problem, WorldError
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """The facts about this process's machine that belong in environment.json."""
+    """Return the facts about this process's machine that environment.json holds."""
     return {
         "unisono": __version__,
         "python": platform.python_version(),
@@ -41,9 +41,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The kind of processor and its caches. The libraries of linear algebra choose and cut their kernels by them: with
-    the same instruction set, two generations of one maker's processors gave other bits
-    (docs/design/decisions/alignment.md)."""
+    """Return the kind of processor and the sizes of its caches.
+
+    Libraries of linear algebra choose and block their kernels by them: with the same instruction set, two generations
+    of processors of one vendor gave different bits (docs/design/decisions/alignment.md).
+    """
     try:
         lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()]
     except OSError:
@@ -61,30 +63,37 @@ def processor() -> str:
 
 
 def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], command: str) -> list[Problem]:
-    """What keeps `now` from going on where `before` stopped: a problem for every field that differs.
+    """Return a problem for every field in which a resumed run differs from the run before.
 
-    Both are flat: settings of the mathematics by their names, and the fields of ENVIRONMENT. `command` is what was
-    typed; the way out is to add every field to it, so it is told once, with the last problem.
+    Args:
+        before: settings of the mathematics by their names, and the fields of ENVIRONMENT, of the run before.
+        now: the same fields of this run.
+        accepted: names of changes that the user accepts.
+        command: the command that the user typed. Each problem shows it with all changes accepted.
     """
     differ = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     open_ones = [name for name in differ if name not in accepted]
     accept = "".join(f" --accept-change {name}" for name in open_ones)
     return [
         Problem(
-            f"The run was to be resumed with {name} = {now.get(name)}.",
-            f"It was begun with {name} = {before.get(name)}, and the result depends on it.",
-            f"go on with {name} = {before.get(name)}; or, for other bits from here on: {command}{accept}",
+            f"Cannot resume with {name} = {now.get(name)}.",
+            f"The run was begun with {name} = {before.get(name)}, and the result depends on it.",
+            f"continue with {name} = {before.get(name)}; or, for other bits from here on: {command}{accept}",
         )
         for name in open_ones
     ]
 
 
 def agree(group: ProcessGroup, mine: dict[str, Any]) -> list[str]:
-    """What differs between the processes, in words: their bits can then not be promised. Threads must be equal."""
-    everybody = group.all_gather_object({name: mine[name] for name in ENVIRONMENT})
+    """Return descriptions of what differs between the processes, so that no equal bits can be promised.
+
+    Raises:
+        WorldError: the processes use different numbers of threads.
+    """
+    by_process = group.all_gather_object({name: mine[name] for name in ENVIRONMENT})
     differences = []
     for name in ENVIRONMENT:
-        values = [facts[name] for facts in everybody]
+        values = [facts[name] for facts in by_process]
         if len(set(values)) > 1:
             by_rank = ", ".join(
                 f"{value} on rank {rank}" for rank, value in enumerate(values) if values.index(value) == rank

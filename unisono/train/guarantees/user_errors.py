@@ -1,4 +1,4 @@
-"""What a script may hand over that cannot work: a model, a loss, an optimizer, a schedule. Looked at when it comes."""
+"""Checks of the objects that a script passes: models, losses, optimizers, schedules."""
 
 from __future__ import annotations
 
@@ -18,57 +18,65 @@ from unisono.plan.batch_order import BatchOrder
 
 
 def check_shapes(model: torch.nn.Module) -> None:
-    """Have all parameters a shape, so that they can be shared?"""
+    """Raise LoopError if a parameter of the model has no shape yet, so that it cannot be broadcast."""
     lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
         raise LoopError(
-            f"run.place was given a {type(model).__name__}.",
-            f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}): there is nothing to share.",
-            "say in_features, or let a batch through it before: run.place(lambda: warmed_up(Net())).",
+            f"Cannot place a {type(model).__name__} with uninitialized parameters.",
+            f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}), so they cannot be broadcast.",
+            "pass in_features, or pass a batch through it first: run.place(lambda: warmed_up(Net())).",
         )
 
 
 def check_loss(loss: Any, mean: bool) -> None:
-    """The first step's losses are looked at closely: the mistakes that are made are made in every step."""
+    """Check a loss of the first step. A mistake in the loss occurs in every step.
+
+    Args:
+        loss: as the script has passed it.
+        mean: whether the script says that it is a mean.
+
+    Raises:
+        LoopError: it is not one number, has no graph, or is a mean without `mean`.
+    """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise LoopError(
-            "step.backward was given a loss that is not one number.",
+            "step.backward got a loss that is not one number.",
             f"It is {shape}.",
             'sum it: loss.sum(), or reduction="sum".',
         )
     if not loss.requires_grad:
         raise LoopError(
-            "step.backward was given a loss without a graph.",
+            "step.backward got a loss without a graph.",
             "It does not depend on any parameter that needs a gradient.",
-            "look for torch.no_grad, .detach(), .item() or frozen parameters between the model and the loss.",
+            "search for torch.no_grad, .detach(), .item() or frozen parameters between the model and the loss.",
         )
     found = None if mean else _visible_mean(loss.grad_fn)
     if found:
         raise LoopError(
-            "step.backward was given a loss that is a mean.",
-            f"It was made by {found}; the step needs a sum, to divide by the total weight itself.",
-            'use reduction="sum" and weight=<how many it sums>, or say step.backward(loss, weight, mean=True).',
+            "step.backward got a loss that is a mean.",
+            f"It was computed by {found}; the step needs a sum, which it divides by the total weight.",
+            'use reduction="sum" and weight=<number of summands>, or step.backward(loss, weight, mean=True).',
         )
 
 
 def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtual_ranks: int) -> None:
-    """Can this optimizer step here, and does it hold parameters of the run?"""
+    """Raise LoopError if step.update cannot step this optimizer, or if it has parameters of no placed model."""
     if isinstance(optimizer, torch.optim.SparseAdam) and virtual_ranks > 1:
         raise LoopError(
-            "step.update was given SparseAdam.",
-            f"It takes sparse gradients only, and those of {virtual_ranks} virtual ranks are added up as dense ones.",
+            "step.update cannot step SparseAdam.",
+            f"It takes sparse gradients only, and those of {virtual_ranks} virtual ranks are added as dense ones.",
             "use AdamW, or --set virtual_ranks=1.",
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise LoopError(
-            "step.update was given LBFGS.",
-            "It calls a closure several times a step, and a step here is one gradient.",
+            "step.update cannot step LBFGS.",
+            "It calls a closure several times a step, and a step here has one gradient.",
             "use an optimizer that takes no closure.",
         )
     if isinstance(optimizer, torch.optim.SGD) and any(map(_unmoved, optimizer.param_groups)):
         raise LoopError(
-            "step.update was given SGD(fused=True).",
+            "step.update cannot step SGD(fused=True).",
             "torch's fused kernel for CPUs leaves most elements of bfloat16 and float16 parameters as they are.",
             "use fused=False.",
         )
@@ -76,10 +84,10 @@ def check_optimizer(optimizer: Any, trained: Sequence[torch.nn.Parameter], virtu
     strange = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in ours]
     if strange:
         raise LoopError(
-            f"step.update was given {type(optimizer).__name__}.",
+            f"step.update cannot step {type(optimizer).__name__}: it has parameters of no placed model.",
             f"{len(strange)} of its parameters belong to no placed model, so their gradients would not be "
             f"exchanged; the first has shape {tuple(strange[0].shape)}.",
-            "make every model that trains with run.place, and the optimizer from the model it returns; let a model "
+            "create every model that trains with run.place, and the optimizer from the model it returns; let a model "
             "grow between two steps.",
         )
 
@@ -93,12 +101,15 @@ def _unmoved(group: Mapping[str, Any]) -> bool:
 
 
 BY_ELEMENT = ["SGD", "ASGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop"]
-"""torch's optimizers that treat every element of a parameter by itself, so that parts of it step as the whole would.
-(Adafactor and Muon do not: they look at rows and at whole matrices.)"""
+"""torch's optimizers that compute every element of a parameter from that element alone, so that parts can be stepped.
+Adafactor and Muon do not: they compute with rows and whole matrices."""
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Does it treat every element by itself? Of torch's we know; others say so with an attribute of this name."""
+    """Return whether an optimizer computes every element of a parameter from that element alone.
+
+    It is known of torch's optimizers; others declare it with an attribute `by_element`.
+    """
     said = getattr(optimizer, "by_element", None)
     if said is not None:
         return bool(said)
@@ -108,10 +119,10 @@ def is_elementwise(optimizer: Any) -> bool:
 
 @contextmanager
 def explain_step_errors(optimizer: Any) -> Iterator[None]:
-    """An optimizer steps in here. Where it cannot do that to parts of parameters, that is told in our words.
+    """Return a block for an optimizer's step, which raises LoopError if it cannot step parts of parameters.
 
-    One that does not go element by element computes with rows or whole matrices; of these operations torch can make
-    some of parts, and some not.
+    An optimizer that is not elementwise computes with rows or whole matrices. torch can compute only some of these
+    operations on DTensors.
     """
     try:
         yield
@@ -121,30 +132,30 @@ def explain_step_errors(optimizer: Any) -> Iterator[None]:
         if not (is_mixed_dtensor_error(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error)):
             raise
         raise LoopError(
-            f"step.update was to step {type(optimizer).__name__} with parameters of which each process has a part.",
-            f"It computes with whole tensors in a way that torch cannot do with parts of them: {first}",
-            "use AdamW or SGD, which treat every element by itself, or --set parallel.shard=1 and parallel.tensor=1.",
+            f"step.update cannot step {type(optimizer).__name__} with parameters of which each process has a part.",
+            f"It computes with whole tensors in a way that torch does not support for parts of them: {first}",
+            "use AdamW or SGD, which are elementwise, or --set parallel.shard=1 and parallel.tensor=1.",
         ) from error
 
 
 def _of_dtensor(error: BaseException) -> bool:
-    """Is it an assertion of torch's own code for tensors that are divided? Some have no text (Adafactor, resumed)."""
+    """Return whether an error is an assertion of torch's DTensor. Some have no text (Adafactor, resumed)."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return isinstance(error, AssertionError) and last[0].f_globals["__name__"].startswith("torch.distributed.tensor")
 
 
 def check_schedule(schedule: Any) -> None:
-    """Can this schedule be stepped by step.update?"""
+    """Raise LoopError if step.update cannot step this schedule."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise LoopError(
-            "step.update was given ReduceLROnPlateau.",
+            "step.update cannot step ReduceLROnPlateau.",
             "It needs a metric, which step.update does not have.",
             "call schedule.step(metric) yourself, with a value that is equal everywhere (run.evaluate's is).",
         )
 
 
 def _visible_mean(node: Any, depth: int = 8) -> str | None:
-    """The name of the operator that made a loss a mean, where it shows: at its end, or in a term of a sum."""
+    """Return the operator that made a loss a mean, if it is the last operator, or in a term of a sum; else None."""
     if node is None or depth == 0:
         return None
     name = node.name().removesuffix("0").removesuffix("Backward")
@@ -157,7 +168,7 @@ def _visible_mean(node: Any, depth: int = 8) -> str | None:
 
 @contextmanager
 def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
-    """Where a part of a parameter meets a whole tensor, torch speaks of DTensors. Raises LoopError instead."""
+    """Return a block that raises LoopError where torch reports an operation on DTensors and plain tensors."""
     try:
         yield
     except AssertionError as error:
@@ -176,7 +187,7 @@ def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
         raise LoopError(
             "A parameter was used outside of its layer's call.",
             "Each process has a part of it there, since "
-            + ("its layer is whole while it computes, and no longer." if by_layer else "parallel.tensor divides it."),
+            + ("a layer is gathered only while it computes." if by_layer else "parallel.tensor divides it."),
             ("--set parallel.reshard=step, with which it is whole for a step; or, " if by_layer else "")
             + "for a penalty on weights, the optimizer's weight_decay.",
         ).with_traceback(error.__traceback__) from None
@@ -185,32 +196,35 @@ def explain_dtensor_errors(parallel: ParallelSettings) -> Iterator[None]:
 def refuse_changing_buffers(step: int, samples: int, settings: Settings) -> None:
     """Raise LoopError where several processes compute the micro-batches of one virtual rank, and buffers change.
 
-    samples  of the batch, in this step or the next one
+    Args:
+        step: its number.
+        samples: number of samples of the batch, in this step or the next one.
+        settings: of the run.
     """
     share = -(-samples // settings.virtual_ranks)
     if share > (settings.micro_batch or share):
         raise LoopError(
-            f"The forward pass of step {step} changed buffers (batch norm's, say).",
+            f"The forward pass of step {step} changed buffers (those of batch norm, for example).",
             f"With parallel.shard={settings.parallel.shard} and micro_batch={settings.micro_batch} a virtual rank's "
-            f"{share} samples are computed by several processes, and its buffers go from one micro-batch to the "
+            f"{share} samples are computed by several processes, and its buffers pass from one micro-batch to the "
             "next.",
             "--set micro_batch=none, or --set parallel.reshard=step",
         )
 
 
 def single_sample_error(order: BatchOrder, last: int, name: str) -> LoopError:
-    """A batch norm would have to normalise over one sample, in some step before `last`."""
+    """Return the error for a batch norm that gets a micro-batch of one sample in some step before `last`."""
     where = "every step" if min(order.sizes(0)) == 1 else f"the last step of every epoch of {order.length} samples"
     return LoopError(
-        f"The batch norm {name} was to normalise micro-batches of a batch of {order.batch}.",
-        f"In {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of one sample, whose "
-        "variance says nothing.",
+        f"The batch norm {name} cannot normalize a micro-batch of one sample.",
+        f"With batch={order.batch}, in {where} some of the {order.virtual_ranks} virtual ranks have a micro-batch of "
+        "one sample, whose variance is not defined.",
         _better_batch(order, last),
     )
 
 
 def _better_batch(order: BatchOrder, last: int) -> str:
-    """The nearest batch without a micro-batch of one sample, as a line to type."""
+    """Return the setting of the nearest batch size without a micro-batch of one sample."""
     known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
     for batch in sorted(known, key=lambda b: abs(b - order.batch)):
         if replace(order, batch=batch).smallest(last) > 1:
@@ -222,21 +236,24 @@ def _better_batch(order: BatchOrder, last: int) -> str:
 
 
 def refuse_hooks(trained: Sequence[torch.nn.Parameter], names: Mapping[int, str], virtual_ranks: int) -> None:
-    """A hook that runs after accumulation sees whatever this process has added up so far; one of a parameter that is
-    divided is never called."""
+    """Raise LoopError for gradient hooks that would depend on the placement, or would not be called.
+
+    A hook that runs after accumulation sees what this process has accumulated so far. torch does not call a hook of a
+    divided parameter.
+    """
     for p in trained:
         name = names.get(id(p), "A parameter")
         if p._backward_hooks and is_dtensor(p):
             raise LoopError(
-                "run.steps was asked for a step.",
-                f"{name} has a gradient hook (register_hook), and this process holds a part of it, for which nobody "
-                "calls it.",
+                "A divided parameter has a gradient hook.",
+                f"{name} has a gradient hook (register_hook), and this process holds a part of it, for which torch "
+                "does not call the hook.",
                 "change p.grad after the rounds: it is the mean over the batch then.",
             )
         if p._post_accumulate_grad_hooks and virtual_ranks > 1:
             raise LoopError(
-                "run.steps was asked for a step.",
-                f"{name} of shape {tuple(p.shape)} has a hook of its own that runs after its gradient is "
-                "accumulated, and what has been accumulated then depends on the placement.",
+                "A parameter has a hook that runs after accumulation.",
+                f"{name} of shape {tuple(p.shape)} has a hook that runs after its gradient is accumulated, and the "
+                "gradient accumulated until then depends on the placement.",
                 "use p.register_hook (it sees one micro-batch's gradient), or change p.grad after the rounds.",
             )

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 PATIENCE = 16
-"""Virtual ranks in which an attribute is observed that is not used in any."""
+"""Number of virtual ranks for which an attribute is observed if none of them uses it."""
 
 _TORCHS = "torch.nn.modules.module"
 
 _noted: dict[int, dict[str, bool]] = {}
-"""Of modules that are observed, by id: was the first use of an attribute a read?"""
+"""By id of an observed module: for each attribute, whether its first use was a read."""
 
 _observers: dict[type, type] = {}
 
 
 class AttributeReads:
-    """The attributes to observe, and what was found out."""
+    """The attributes to observe, and the modules that are observed now."""
 
     def __init__(self) -> None:
         self._asked: dict[str, dict[str, int]] = {}  # module -> attribute -> for how many virtual ranks more
@@ -36,7 +36,7 @@ class AttributeReads:
         self._asked.setdefault(module, {})[attribute] = PATIENCE
 
     def begin(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """From here on, note how the attributes are used."""
+        """Note from now on how the attributes are used."""
         if not self._asked or self._observed or _compiles():
             return
         for name in self._asked:
@@ -53,7 +53,7 @@ class AttributeReads:
             self._observed[name] = module, kind
 
     def end(self) -> dict[tuple[str, str], bool]:
-        """(module, attribute) -> was it read before it was written? Of those that were used."""
+        """Stop observing. Returns {(module, attribute): whether it was read before it was written}, of those used."""
         if not self._observed:
             return {}
         found: dict[tuple[str, str], bool] = {}
@@ -73,10 +73,10 @@ class AttributeReads:
 
 
 class _Observer:
-    """Comes first among the bases of a module's class while it is observed."""
+    """The first base class of a module's class while the module is observed."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing: a registry of the script's classes does not hear of this one."""
+        """Do nothing, so that no registry of the script's classes registers this one."""
 
     def __getattribute__(self, name: str) -> Any:
         noted = _noted.get(id(self))
@@ -102,6 +102,6 @@ def _observer_of(kind: type) -> type:
 
 
 def _compiles() -> bool:
-    """Has torch.compile compiled something in this process?"""
+    """Return whether torch.compile has compiled something in this process."""
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["frames"])

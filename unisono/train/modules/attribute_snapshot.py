@@ -1,9 +1,9 @@
-"""Attributes of modules as they were: find those that have changed since, and set them back.
+"""Snapshots of the attributes of modules: find those that have changed since, and restore them.
 
     module.__dict__   compared as a tuple of its values: the same objects, or equal ones
-    list, dict, set   its contents, item by item, and what is in them
-    tensor            its version, and a copy of it if it is not large
-    anything else     only which object it is
+    list, dict, set   compared item by item, and the items likewise
+    tensor            compared by its version; a small tensor has a copy
+    anything else     compared by identity
 
 One comparison of 300 modules takes less than 100 microseconds (benchmarks/README.md): values that never change are
 compared in C, by identity.
@@ -33,24 +33,24 @@ class Absent:
 ABSENT: Any = Absent()
 
 COPIED = 2**20
-"""Elements of a tensor that is copied, so that what is written into it can be undone."""
+"""Largest number of elements of a tensor that is copied, so that writes to it can be undone."""
 
 ITEMS = 1000
-"""Of a list, dict or set whose items are compared one by one."""
+"""Largest number of items of a list, dict or set that are compared one by one."""
 
 DEPTH = 3
 
 MARKS = ("__", "_fsdp", "_output_capturing_hooks_installed")
-"""How attributes begin that are none of the script's: fully_shard marks modules, an RNN later than others. In its first
-forward pass transformers installs hooks and marks the model. Without the mark it would install them again."""
+"""Prefixes of attributes that do not belong to the script: fully_shard marks modules, an RNN later than others. In its
+first forward pass transformers installs hooks and marks the model. Without the mark it would install them again."""
 
 Key = tuple[str, str]
 
 
 class AttributeSnapshot:
-    """The attributes of some modules, by name, without those that are called as in `without`.
+    """The attributes of some modules, by name, except for the names in `without`.
 
-    copies  False: only find out what has changed, and hold no copies to set it back
+    copies  whether to hold copies, with which changes can be undone; False: only find changes
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class AttributeSnapshot:
         self.add(modules)
 
     def add(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """These as well, as they are now."""
+        """Add these modules, with their attributes as they are now."""
         self._weights |= {id(t) for m in modules.values() for t in (*m._parameters.values(), *m._buffers.values())}
         for name, module in modules.items():
             self._holders[name] = _Holder(self, module)
 
     def changed(self) -> list[Key]:
-        """Those that are not as they were."""
+        """Return the attributes that have changed."""
         return [(name, key) for name, holder in self._holders.items() if holder.differs() for key in holder.changed()]
 
     def changed_buffers(self) -> list[tuple[str, str, torch.Tensor]]:
-        """Buffers that a module's state_dict leaves out, and that are not as they were."""
+        """Return (module, name, buffer) of the changed buffers that the state_dict of their module leaves out."""
         found = []
         for name, holder in self._holders.items():
             for key in sorted(holder.module._non_persistent_buffers_set):
@@ -82,44 +82,50 @@ class AttributeSnapshot:
         return found
 
     def before(self, key: Key) -> Any:
-        """What the attribute was."""
+        """Return the saved value of an attribute."""
         return self._holders[key[0]].saved.get(key[1], ABSENT)
 
     def value(self, key: Key) -> Any:
-        """What the attribute is."""
+        """Return the current value of an attribute."""
         return self._holders[key[0]].holder.get(key[1], ABSENT)
 
     def remember(self, key: Key) -> None:
-        """It is as it should be."""
+        """Save the current value of an attribute."""
         self._holders[key[0]].remember(key[1])
 
     def forget(self, key: Key) -> None:
-        """It may be what it likes, from now on."""
+        """Stop comparing an attribute."""
         self._holders[key[0]].forget(key[1])
 
     def put_back(self, key: Key) -> None:
-        """It becomes what it was."""
+        """Restore the saved value of an attribute."""
         self._holders[key[0]].put_back(key[1])
 
     def can_put_back(self, key: Key) -> bool:
-        """Is everything known that it takes to set it back?"""
+        """Return whether all contents of an attribute that have changed can be restored."""
         inner = self._holders[key[0]].inner.get(key[1], ())
         return all(each.known or not each.differs() for each in inner)
 
     def put_all_back(self) -> None:
-        """Everything becomes what it was, as far as it can be put back."""
+        """Restore all attributes that have changed, as far as they can be restored."""
         for key in self.changed():
             self.put_back(key)
 
     def become(self, key: Key, value: Any, *, same: bool) -> None:
-        """It becomes this. `same`: it stays the object that it was, with other content."""
+        """Set an attribute, and save its new value.
+
+        Args:
+            key: the attribute.
+            value: its new value.
+            same: keep the object that is there, and replace its content.
+        """
         holder = self._holders[key[0]]
         holder.free.discard(key[1])
         holder.holder[key[1]] = _into(holder.holder.get(key[1]), value) if same else value
         holder.remember(key[1])
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Is it a parameter or a buffer? What is written into these is looked after elsewhere."""
+        """Return whether a tensor is a parameter or a buffer. Writes to these are handled elsewhere."""
         return isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._weights
 
 
@@ -130,7 +136,7 @@ class _Holder:
         self.of, self.module, self.holder = of, module, vars(module)
         self.simple = _is_torchs(type(module))
         self.saved: dict[str, Any] = {}
-        self.free: set[str] = set()  # what may change
+        self.free: set[str] = set()  # attributes that may change
         self.inner: dict[str, list[_Inner]] = {}
         self.buffers = {
             key: _mark(t) for key in module._non_persistent_buffers_set if (t := module._buffers.get(key)) is not None
@@ -141,11 +147,11 @@ class _Holder:
         self._lay_out()
 
     def _belongs_to_the_script(self, key: str) -> bool:
-        """Return whether the attribute is no mark of a library's."""
+        """Return whether an attribute is not a mark of a library."""
         return key not in self.of.without and not key.startswith(MARKS)
 
     def _lay_out(self) -> None:
-        """What is compared at a time: all values that are known and not free."""
+        """Collect the saved values that `differs` compares at once."""
         keys = [*self.saved]
         self._size = len(self.holder)
         self._keys = keys
@@ -154,14 +160,14 @@ class _Holder:
         self._inner = [each for found in self.inner.values() for each in found]
 
     def differs(self) -> bool:
-        """Has anything changed? Quick where nothing has."""
+        """Return whether anything has changed. Fast if nothing has."""
         holder = self.holder
         if len(holder) != self._size:
             return True
         try:
             if self._get(holder) != self._values:
                 return True
-        except Exception:  # one is missing, or tensors differ, which have no one answer
+        except Exception:  # an attribute is missing, or the comparison of tensors gives no single bool
             return True
         return any(each.differs() for each in self._inner) if self._inner else False
 
@@ -171,7 +177,7 @@ class _Holder:
         known = self.saved.keys() | self.free
         found += [key for key in self.holder if key not in known and self._belongs_to_the_script(key)]
         if not found:
-            self._lay_out()  # equal, but another object or one attribute more that may change
+            self._lay_out()  # values are equal, but there is another object, or one more attribute that may change
         return found
 
     def remember(self, key: str) -> None:
@@ -205,7 +211,7 @@ class _Holder:
 
 
 class _Items:
-    """A list, dict, set or deque, and what was in it."""
+    """A list, dict, set or deque, and its saved items."""
 
     def __init__(self, of: Any) -> None:
         self.of, self.length = of, len(of)
@@ -215,7 +221,7 @@ class _Items:
 
     @property
     def known(self) -> bool:
-        """Can its content be set back?"""
+        """Whether the content can be restored."""
         return self.items is not None or (isinstance(self.of, list) and len(self.of) > self.length)
 
     def differs(self) -> bool:
@@ -233,7 +239,7 @@ class _Items:
         if not self.differs():
             return
         if self.items is None:
-            if isinstance(self.of, list) and len(self.of) > self.length:  # what was appended
+            if isinstance(self.of, list) and len(self.of) > self.length:  # items were appended
                 del self.of[self.length :]
             return
         self.of.clear()
@@ -241,7 +247,7 @@ class _Items:
 
 
 class _Content:
-    """A tensor, and what was in it."""
+    """A tensor, and its saved content."""
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool) -> None:
         self.of, self.version = tensor, _version(tensor)
@@ -262,21 +268,21 @@ class _Content:
 
 
 class _Dice:
-    """A generator of random numbers, and where it stood. It is not set back: all virtual ranks would draw the same."""
+    """A generator of random numbers, and its saved state. It is not restored: all virtual ranks would draw the same."""
 
     known = False
 
     def __init__(self, of: Any) -> None:
-        self.of, self.stood = of, _stands(of)
+        self.of, self.state = of, _generator_state(of)
 
     def differs(self) -> bool:
-        return _stands(self.of) != self.stood
+        return _generator_state(self.of) != self.state
 
     def put_back(self) -> None:
         pass
 
 
-def _stands(of: Any) -> Any:
+def _generator_state(of: Any) -> Any:
     if isinstance(of, torch.Generator):
         return of.get_state().numpy().tobytes()
     return of.getstate() if isinstance(of, random.Random) else of.bit_generator.state
@@ -286,7 +292,7 @@ _Inner = _Items | _Content | _Dice
 
 
 def _inner_of(value: Any, of: AttributeSnapshot, depth: int) -> list[_Inner]:
-    """What can change in a value while it stays the same object."""
+    """Return the parts of a value that can change while it stays the same object."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad or of.is_weight(value) or isinstance(value, ShadowTensor):
             return []
@@ -304,7 +310,7 @@ def _inner_of(value: Any, of: AttributeSnapshot, depth: int) -> list[_Inner]:
 
 
 def _into(now: Any, value: Any) -> Any:
-    """`value`, in the list or tensor that is there if it is of the same kind."""
+    """Return `value`, written into `now` if that is a container or tensor of the same kind."""
     if isinstance(now, (list, dict, set)) and type(now) is type(value):
         now.clear()
         (now.extend if isinstance(now, list) else now.update)(value)
@@ -317,7 +323,7 @@ def _into(now: Any, value: Any) -> Any:
 
 
 def _is_torchs(kind: type) -> bool:
-    """Is a module's class torch's own? Its attributes are then numbers and words, or its own affair."""
+    """Return whether a module's class is defined by torch. The contents of its attributes are then not compared."""
     return all(base.__module__.partition(".")[0] in ("torch", "builtins", "typing") for base in kind.__mro__)
 
 

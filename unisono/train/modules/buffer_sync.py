@@ -1,16 +1,16 @@
 """Buffers that a forward pass changes: batch norm's running statistics, a spectral norm's vectors, a counter.
 
-With several virtual ranks each of them starts a pass from the buffers as they were at its start, whoever computed what
-before it in the same process. What they make of them meets when the pass ends:
+With several virtual ranks, each of them begins a pass with the buffers as they were when the pass began, whatever the
+same process has computed before. Their changes are combined when the pass ends:
 
-    batch norm     running <- a * running + c is affine, with a = (1 - momentum)^forwards: every virtual rank's (a, c)
-                   is one row of a table, and everybody folds the rows in the order of virtual ranks, in float64. It is
-                   what one process would have got that walks through all micro-batches one after the other.
-    anything else  takes the value that the first virtual rank with work made of it. A spectral norm's vectors depend
-                   on the weights alone, so every virtual rank has made the same of them; a counter counts its rounds.
+    batch norm     running <- a * running + c is affine, with a = (1 - momentum)^forwards. The (a, c) of every virtual
+                   rank is one row of a table, and each process folds the rows in the order of virtual ranks, in
+                   float64. The result is that of one process that computes all micro-batches one after the other.
+    anything else  takes the value that it has in the first virtual rank with work. A spectral norm's vectors depend
+                   on the weights alone, so they are equal in every virtual rank; a counter counts that rank's rounds.
 
-With one virtual rank buffers are the forward pass's own, as in plain torch. Python attributes of modules are treated
-as buffers are (train/modules/module_attributes.py).
+With one virtual rank buffers change as in plain torch. Python attributes of modules are handled in the same way
+(train/modules/module_attributes.py).
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from unisono.train.modules import module_attributes
 from unisono.train.modules.module_attributes import ModuleAttributes
 
 QUICK = 2**20
-"""Elements of a buffer that are compared whenever it may have changed: 0.2 ms."""
+"""Largest number of elements of a buffer that is compared whenever it may have changed: 0.2 ms."""
 
 Mark = tuple[int, int]
-"""Which tensor, and how often it had been written to."""
+"""The id of a tensor, and its version."""
 
 
 @dataclass
 class BufferSlot:
-    """A buffer: what it is called, who holds it under which key, and what it was when the pass began."""
+    """A buffer: its name, the dict that holds it and its key there, and its value when the pass began."""
 
     name: str
     holder: dict[str, torch.Tensor | None]
     key: str
     tensor: torch.Tensor | None = None  # the buffer itself, as it was
-    value: torch.Tensor | None = None  # a copy of what was in it
+    value: torch.Tensor | None = None  # a copy of its content
     mark: Mark = (0, -1)
-    secretly: bool = False  # is it written to without a word? (native batch norm does that)
-    absent: bool = False  # was there no such buffer?
+    secretly: bool = False  # whether it is written to without a new version (native batch norm does that)
+    absent: bool = False  # whether there was no such buffer
 
     def look(self) -> Mark:
         now = self.holder.get(self.key)
@@ -63,8 +63,11 @@ class BufferSlot:
         return self.secretly or self.look() != self.mark or self.differs()
 
     def differs(self, *, at_any_cost: bool = False) -> bool:
-        """Is something else in it, though its version may not say so? torch's batch_norm and writes through `.data` do
-        not count. Reading is quick for what buffers usually are; on an accelerator it would wait."""
+        """Return whether the content has changed, whatever the version is.
+
+        torch's batch_norm and writes through `.data` do not raise the version. Large buffers, and those on an
+        accelerator, which would have to be waited for, are compared only `at_any_cost`.
+        """
         now, value = self.holder.get(self.key), self.value
         if now is None or value is None or now is value:
             return now is not value
@@ -85,7 +88,7 @@ class BufferSlot:
 
 
 def slots_of(model: torch.nn.Module, before: str = "") -> list[BufferSlot]:
-    """All buffers of a model. Their names begin with `before`."""
+    """Return all buffers of a model. Their names begin with `before`."""
     return [
         BufferSlot(f"{before}{prefix}.{key}", part._buffers, key)
         for prefix, part in model.named_modules()
@@ -107,8 +110,8 @@ class BatchNormStats:
             slot.remember()
 
     def kept(self, forwards: float) -> float:
-        """What is left of the running statistics after so many forwards more: the `a` above."""
-        if self.module.momentum is None:  # a plain average over all forwards there ever were
+        """Return the factor of the running statistics after this number of further forwards: `a` in the module."""
+        if self.module.momentum is None:  # a plain average over all forwards so far
             assert self.count.value is not None
             before = float(self.count.value)
             return before / (before + forwards) if forwards else 1.0
@@ -119,37 +122,38 @@ class BatchNormStats:
 
 
 Row = torch.Tensor
-"""What a virtual rank made of the norms, float64: forwards of each, then every mean's and variance's c, flat."""
+"""The changes of all batch norms by a virtual rank, float64: the forwards of each, then c of all means and variances,
+flat."""
 
 Gathered = tuple[list[Row] | None, dict[str, torch.Tensor | None] | None, module_attributes.Gathered | None]
-"""The rows of all virtual ranks; the first one's other buffers, by name; its attributes. None: there is no change of
-that kind."""
+"""The rows of all virtual ranks; the other buffers of the first one, by name; its attributes. None: there is no change
+of that kind."""
 
 NOTHING: Gathered = (None, None, None)
 
 
 @dataclass
 class BufferSync:
-    """The buffers of all placed models, through one pass after another."""
+    """Combine the changes of buffers of all placed models after each pass."""
 
     group: ProcessGroup
     virtual_ranks: int
     slots: list[BufferSlot] = field(default_factory=list)
     norms: list[BatchNormStats] = field(default_factory=list)
-    _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # of every module's, by its name
-    _now: int = -1  # the virtual rank whose micro-batches are computed
-    _spare: bool = False  # is somebody else computing it as well, for whom it counts?
-    _first: int = 0  # the first one that has any, on whatever process
+    _holders: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # by name of the module
+    _now: int = -1  # the virtual rank whose micro-batches are computed; -1: none
+    _spare: bool = False  # whether the results of this computation are discarded
+    _first: int = 0  # the first virtual rank with work, on any process
     _first_look: bool = True
     _rows: dict[int, Row] = field(default_factory=dict)
-    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)  # by the first virtual rank: name, value
+    _made: dict[str, torch.Tensor | None] = field(default_factory=dict)  # buffers of the first virtual rank, by name
     _others_changed: bool = False
 
     def __post_init__(self) -> None:
         self.attributes = ModuleAttributes(self.group.device, self.virtual_ranks)
 
     def look_at(self, modules: Iterable[torch.nn.Module]) -> None:
-        """These are the models now. Of their buffers there is nothing to do with one virtual rank."""
+        """Set the current models. With one virtual rank, nothing is done about their buffers."""
         modules = list(modules)
         self.attributes.look_at(modules)
         if self.virtual_ranks == 1:
@@ -173,26 +177,26 @@ class BufferSync:
         self._first_look = True
 
     def begin(self, first: int) -> None:
-        """A pass begins; `first` is the first virtual rank that has work in it, anywhere."""
+        """Begin a pass; `first` is the first virtual rank that has work in it, on any process."""
         self._first, self._now = first, -1
         self._rows, self._made, self._others_changed = {}, {}, False
         self.attributes.begin()
         for norm in self.norms:
-            if norm.count.changed:  # somebody ran it between two steps; on an accelerator its statistics do not tell
+            if norm.count.changed:  # it ran between two steps; statistics on an accelerator do not show it
                 norm.remember()
         for slot in self.slots:
             if slot.changed:
                 slot.remember()
 
     def enter(self, virtual_rank: int, *, spare: bool = False) -> None:
-        """A micro-batch of this virtual rank begins; of a spare one nothing is to stay."""
+        """Begin a micro-batch of this virtual rank; `spare`: its changes are discarded."""
         if virtual_rank != self._now or spare:
             self.leave()
             self._now, self._spare = virtual_rank, spare
             self.attributes.enter()
 
     def leave(self) -> None:
-        """The virtual rank is done: note what it made of the buffers, and put them back."""
+        """End the current virtual rank: record its changes of buffers, and restore the buffers."""
         if self._now < 0 or not self._holders:
             return
         self.attributes.leave(first=self._now == self._first and not self._spare)
@@ -212,7 +216,7 @@ class BufferSync:
         self._now = -1
 
     def _find_new(self) -> None:
-        """A forward may have registered a buffer: it was not there before, so it is changed."""
+        """Add the buffers that a forward pass has registered, as changed ones."""
         if sum(map(len, self._holders.values())) <= len(self.slots):
             return
         known = set(map(_key, self.slots))
@@ -224,32 +228,31 @@ class BufferSync:
                     self.slots.append(slot)
 
     def note_changes(self) -> None:
-        """Note whether forward passes of a pipeline changed buffers: there no micro-batch has a turn of its own."""
+        """Record whether forward passes of a pipeline changed buffers. Its micro-batches run concurrently."""
         self._others_changed |= any(slot.changed for slot in self.slots)
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What is to be met about."""
+        """What processes have to exchange, by name."""
         if self.virtual_ranks == 1:
             return {}
         return {"norms": bool(self._rows), "buffers": self._others_changed, **self.attributes.flags}
 
     def keep(self, virtual_ranks: Collection[int]) -> None:
-        """A pass goes on after a death: what these made of the buffers still counts, all else is made again."""
+        """Keep the changes of these virtual ranks only. The others are computed again, after the death of a process."""
         self._rows = {v: row for v, row in self._rows.items() if v in virtual_ranks}
         if self._first not in virtual_ranks:
             self._made = {}
         self.attributes.keep(self._first in virtual_ranks)
 
     def gather(self, flags: Mapping[str, int]) -> Gathered:
-        """What all virtual ranks made of the buffers. Every process calls this with the same flags; nothing changes
-        yet."""
+        """Return the changes of all virtual ranks. Every process calls this with the same flags. No buffer changes."""
         rows = self._gather_rows() if flags["norms"] else None
         values = self._take_from_first() if flags["buffers"] else None
         return rows, values, self.attributes.gather(self.group) if flags["attributes"] else None
 
     def settle(self, gathered: Gathered) -> None:
-        """What was gathered becomes what the buffers are, everywhere."""
+        """Write the gathered values into the buffers. Every process calls this."""
         rows, values, others = gathered
         if rows is not None:
             self._fold(rows)
@@ -262,14 +265,14 @@ class BufferSync:
 
     def _row(self) -> Row:
         flat = self._flat([s.holder[s.key] for s in self._running()])
-        # the counter counts one by one; without it, the statistics are anything else's
+        # the counter's version is the number of forwards; a batch norm without counter is not in `norms`
         forwards = [float(n.count.look()[1] - n.count.mark[1]) for n in self.norms]
         flat = flat - self._spread([n.kept(k) for n, k in zip(self.norms, forwards, strict=True)]) * self._before()
         flat = flat * self._spread([float(k > 0) for k in forwards])
         return torch.cat([torch.tensor(forwards, dtype=torch.float64, device=flat.device), flat])
 
     def _fold(self, rows: Sequence[Row]) -> None:
-        """Row after row, in the order of virtual ranks."""
+        """Fold the rows in the order of virtual ranks."""
         total, running = [0.0] * len(self.norms), self._before()
         for row in rows:
             forwards = row[: len(self.norms)].tolist()
@@ -298,11 +301,11 @@ class BufferSync:
                 norm.remember()
 
     def _gather_rows(self) -> list[Row]:
-        """The rows of all virtual ranks, from whoever has them: one writer each, zeros elsewhere."""
+        """Return the rows of all virtual ranks. One process has each row, and the others add zeros."""
         width = len(self.norms) + sum(self._sizes())
         rows = torch.zeros(self.virtual_ranks, width, dtype=torch.float64, device=self.group.device)
         for virtual_rank, row in self._rows.items():
-            rows[virtual_rank] += row  # -0 becomes +0 here too, where nobody else adds zeros
+            rows[virtual_rank] += row  # makes +0 of -0 also where no other process adds zeros
         return list(self.group.sum_(rows))
 
     def _running(self) -> list[BufferSlot]:
@@ -318,7 +321,7 @@ class BufferSync:
         return torch.cat([t.detach().flatten().to(self.group.device) for t in tensors if t is not None]).double()
 
     def _spread(self, values: Sequence[float]) -> torch.Tensor:
-        """One number for each norm, as often as it has elements in the flat row."""
+        """Repeat the number of each norm for all its elements in the flat row."""
         if len(set(values)) == 1:
             return torch.tensor(values[0], dtype=torch.float64, device=self.group.device)
         sizes = self._sizes()
@@ -328,15 +331,15 @@ class BufferSync:
     # -- anything else
 
     def _take_from_first(self) -> dict[str, torch.Tensor | None]:
-        """What the first virtual rank made of the other buffers, on every process."""
+        """Return the other buffers as the first virtual rank has changed them, on every process."""
         tensors = TensorTable()
         plain = encode(self._made, "buffers", tensors)
-        everybody = self.group.all_gather_object(plain if self._made else None)
-        owner = next((rank for rank, other in enumerate(everybody) if other is not None), None)
-        if owner is None:  # others than the first one changed some
+        by_rank = self.group.all_gather_object(plain if self._made else None)
+        owner = next((rank for rank, other in enumerate(by_rank) if other is not None), None)
+        if owner is None:  # only other virtual ranks changed buffers
             return {}
         made: dict[str, torch.Tensor | None] = decode(
-            everybody[owner], broadcast_tensors(self.group, everybody[owner], tensors, owner)
+            by_rank[owner], broadcast_tensors(self.group, by_rank[owner], tensors, owner)
         )
         return made
 
@@ -356,8 +359,10 @@ class BufferSync:
         slot.remember()
 
     def _find_secrets(self) -> None:
-        """After the very first round: which buffers were written to, though their version says no? (torch's own
-        batch_norm does that to the running statistics it is given.)"""
+        """Find the buffers that the first round has changed without a new version.
+
+        torch's batch_norm does that to running statistics.
+        """
         self._first_look = False
         counted = {id(slot) for norm in self.norms for slot in (norm.mean, norm.var) if norm.count.changed}
         for slot in self.slots:
@@ -366,7 +371,7 @@ class BufferSync:
 
 
 def _key(slot: BufferSlot) -> tuple[int, str]:
-    """Which buffer it is, whatever it is called: modules can be reached by several names."""
+    """Return a key of the buffer that does not depend on its name: a module may have several names."""
     return id(slot.holder), slot.key
 
 
@@ -377,12 +382,12 @@ def _write(slot: BufferSlot, value: torch.Tensor) -> None:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often it was written to, as far as torch counts."""
+    """Return the version counter of a tensor: how often torch has counted a write."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> list[int]:
-    """How often each was written to."""
+    """Return the version counters of tensors."""
     return [0 if tensor is None else version(tensor) for tensor in tensors]
 
 
@@ -394,27 +399,29 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def refuse_sync(model: torch.nn.Module) -> None:
-    """torch's SyncBatchNorm exchanges in the middle of a forward pass, which processes do not reach together here."""
+    """Raise LoopError for a SyncBatchNorm: it needs all processes in every forward pass."""
     for name, part in model.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise LoopError(
-                f"run.place was given a {type(model).__name__}.",
+                f"Cannot place a {type(model).__name__} with SyncBatchNorm.",
                 f"Its {name or 'self'} is a SyncBatchNorm, which waits for all processes in every forward pass; they "
                 "compute different numbers of micro-batches.",
-                "use nn.BatchNorm: each micro-batch is normalised by itself, on any number of processes.",
+                "use nn.BatchNorm: each micro-batch is normalized by itself, on any number of processes.",
             )
 
 
 def watch_samples(
-    norms: Iterable[tuple[str, _BatchNorm]], samples: int, tell: Callable[[str], LoopError]
+    norms: Iterable[tuple[str, _BatchNorm]], samples: int, error: Callable[[str], LoopError]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks for a micro-batch of so many samples: raise what `tell(name)` gives if a batch norm in training sees them
-    as its batch. (It may as well see tokens, or anything else that there are more of.)"""
+    """Register hooks that raise `error(name)` if a batch norm in training gets a batch of `samples` elements.
+
+    A batch norm may get more elements than samples, tokens for example.
+    """
 
     def hook(name: str) -> Callable[..., None]:
         def look(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if module.training and len(inputs[0]) == samples:
-                raise tell(name)
+                raise error(name)
 
         return look
 

@@ -1,4 +1,4 @@
-"""The models of a run: what was placed, what of it trains now, and whether it has grown."""
+"""The models of a run: which were placed, which parameters train now, and whether models have grown."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 class Models:
-    """What run.place was given.
+    """The models that run.place was called with.
 
     params   all parameters, each once
     trained  those that need a gradient now
-    names    of parameters, by id
+    names    names of parameters, by id
     """
 
     def __init__(self, mesh: Mesh, virtual_ranks: int) -> None:
@@ -51,32 +51,32 @@ class Models:
         self.params: list[torch.nn.Parameter] = []
         self.trained: list[torch.nn.Parameter] = []
         self.layers: list[ShardedLayer] = []
-        """What is gathered at once, of all models, if they are sharded."""
+        """The layers of all models, if these are sharded. The parameters of a layer are gathered together."""
         self.gather_order: GatherOrder | None = None
-        """Of who gathers which layer, if they are gathered one by one."""
+        """Checks the order of gathering, if layers are gathered one by one."""
         self.pipeline: Pipeline | None = None
-        """Of the model, if it is cut into stages."""
+        """The pipeline of the model, if it is divided into stages."""
         self.buffers = BufferSync(mesh.data, virtual_ranks)
         self.buffers.attributes.grew = lambda: self._grew or self._grew_within
         if mesh.pipeline.size > 1:  # each stage has shadows of the others' modules
             self.buffers.attributes.enabled = False
         self.context = ContextParallel(mesh.context)
         self.tracked: list[torch.nn.Module] = []
-        """What has buffers and was tracked, placed or not."""
+        """The modules with buffers that are tracked, placed or not."""
         self.busy = False
-        """Is a step or an evaluation under way, in which processes go forward side by side anyway?"""
+        """Whether a step or an evaluation is under way, in which all processes make forward passes."""
         self.plans: list[Plan | ParallelPlan | None] = []
-        """How each model is cut, where the axis tensor has several processes; None: as is found."""
+        """How each model is divided along the axis `tensor`; None: by the default plan."""
         self.comm_hook: tuple[Any, Any] | None = None
-        """The user's own, (state, hook), which goes to every exchange."""
+        """The communication hook of the script, (state, hook), which every exchange gets."""
         self.divided_loss = False
-        """Do logits come out of a model divided by classes?"""
+        """Whether logits come out of a model divided by classes."""
         self.heard: list[Callable[[], None]] = []
-        """Who is to be told when something else trains than before."""
+        """Functions to call when other parameters train than before."""
         self._undo: Callable[[], None] | None = None  # ends reductions over whole tensors
         self._signature: list[bool] | None = None
-        self._grew = True  # some module somewhere was given a parameter or another module since we looked
-        self._grew_within = False  # the same, in a forward pass of this process
+        self._grew = True  # a parameter or module was registered since the last check
+        self._grew_within = False  # one was registered in a forward pass of this process
         self._notices: list[Any] = []
         self._buffers: dict[int, torch.Tensor] = {}
 
@@ -88,21 +88,25 @@ class Models:
         together: Callable[[], None],
         example: TimingExample | None = None,
     ) -> None:
-        """Place a model: every process has the same content of it from here on, or its part of that.
+        """Place a model: from now on every process holds the same values, or its part of them.
 
-        plan      how it is cut, under tensor parallel
-        together  is called before a forward pass that needs everybody's parts, outside of steps and evaluations
-        example   what its layers are timed with, if it is cut into stages
+        Args:
+            model: the model.
+            parallel: the settings of parallelism.
+            plan: how the model is divided under tensor parallelism.
+            together: is called before a forward pass that needs the parts of all processes, outside of steps and
+                evaluations.
+            example: a micro-batch to time the layers with, if the model is divided into stages.
         """
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
-        check_same_parameters(self.group, model.named_parameters(), "run.place was given a model")
+        check_same_parameters(self.group, model.named_parameters(), "run.place")
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)
         layers = parallelize(model, self.mesh, parallel, plan)
         if layers and parallel.reshard == "layer":
-            from unisono.parallel.fsdp.gather_order import GatherOrder  # as much as half a second
+            from unisono.parallel.fsdp.gather_order import GatherOrder  # the import takes up to 0.5 s
 
             self.gather_order = self.gather_order or GatherOrder(self.mesh.shard)
             for layer in layers:
@@ -116,7 +120,7 @@ class Models:
         restore_attributes(model, marks)
         self.plans.append(plan)
         if self.mesh.pipeline.size > 1:
-            from unisono.train.pipelining.pipeline_run import Pipeline  # half a second
+            from unisono.train.pipelining.pipeline_run import Pipeline  # the import takes 0.5 s
 
             self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example)
         if self.mesh.device_mesh is not None:
@@ -133,22 +137,24 @@ class Models:
 
     @property
     def ties(self) -> str:
-        """Parameters that several stages of a pipeline use, in words: their gradients are added once a step, and not in
-        every micro-batch, which has other bits."""
+        """The names of parameters that several stages of a pipeline use, as text.
+
+        Their gradients are added once a step, and not in every micro-batch, which gives other bits.
+        """
         return ", ".join(self.pipeline.names.tied) if self.pipeline is not None else ""
 
     def track(self, modules: Iterable[torch.nn.Module]) -> None:
-        """These were tracked: their buffers count too, whoever holds their parameters."""
+        """Set the tracked modules. Their buffers are synchronized too, wherever their parameters are."""
         self.tracked = list(modules)
         self._grew = True
 
     def regroup(self) -> None:
-        """The processes that share them have a new group, or other replicas beside them (distributed/mesh.py)."""
+        """Use the current process groups of the mesh, after they have changed (distributed/mesh.py)."""
         for layer in self.layers:
             layer.regroup(self.mesh.shard)
 
     def batch_norms(self) -> list[tuple[str, _BatchNorm]]:
-        """Every batch norm, with its name."""
+        """Return every batch norm, with its name."""
         return [
             (f"{name} of {type(model).__name__}" if name else "that is placed", part)
             for model in self.modules
@@ -157,7 +163,7 @@ class Models:
         ]
 
     def on_change(self) -> None:
-        """From now on it is noticed when a model grows."""
+        """Register hooks that notice when a model grows."""
         self._notices = [
             register_module_module_registration_hook(self._notice),
             register_module_parameter_registration_hook(self._notice),
@@ -165,7 +171,11 @@ class Models:
         ]
 
     def check_growth(self) -> bool:
-        """See what trains now. True if that has changed; raises LoopError if nothing does (of a pipeline, `meet`)."""
+        """Update which parameters train. Returns whether that has changed.
+
+        Raises:
+            LoopError: no parameter trains, and there is no pipeline, in which other stages may train.
+        """
         new = False
         if self._grew or self._grew_within:
             new = self._look_again(share=self._grew)
@@ -173,26 +183,29 @@ class Models:
         signature = [p.requires_grad for p in self.params]
         if signature == self._signature and not new:
             return False
-        if not any(signature) and self.pipeline is None:  # otherwise other stages may have something to learn
+        if not any(signature) and self.pipeline is None:  # in a pipeline other stages may train
             raise self.nothing_trains_error()
         self._signature = signature
         self.trained = [p for p in self.params if p.requires_grad]
-        for tell in self.heard:
-            tell()
+        for notify in self.heard:
+            notify()
         return True
 
     def nothing_trains_error(self) -> LoopError:
-        """Nothing trains."""
+        """Return the error for a run in which no parameter trains."""
         placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
         return LoopError(
-            "run.steps was asked for a step.",
+            "No parameter requires a gradient.",
             placed if self.modules else "No model was placed, so there is nothing to train.",
             "place the model that trains: model = run.place(lambda: Net()).",
         )
 
     def _look_again(self, *, share: bool) -> bool:
-        """The modules may have grown. With `share`, between two steps, on every process: what is new is the main
-        process's then, as with run.place."""
+        """Find new parameters and buffers. Returns whether the parameters have changed.
+
+        With `share`, which all processes pass between two steps, new buffers get the values of the main process, as in
+        run.place.
+        """
         known = {id(p) for p in self.params}
         self.params = list({id(p): p for model in self.modules for p in model.parameters()}.values())
         new = [p for p in self.params if id(p) not in known]
@@ -210,51 +223,53 @@ class Models:
         return bool(new) or len(self.params) != len(known)
 
     def _notice(self, *_: Any) -> None:
-        """torch calls this whenever a module, any module, is given a parameter or a module."""
+        """Record that a model may have grown. torch calls this when any module registers a parameter or a module."""
         if self.busy:
             self._grew_within = True
         else:
             self._grew = True
 
     def settle_growth(self, gathered: Gathered) -> None:
-        """What was gathered of a pass becomes what buffers and attributes are, everywhere. Buffers that forward passes
-        have replaced, in some process or other, are not new to the next step."""
+        """Write the gathered values of a pass into buffers and attributes. Every process calls this.
+
+        Buffers that forward passes have replaced, on any process, do not count as new in the next step.
+        """
         self.buffers.settle(gathered)
         if gathered[1] is not None:
             self._buffers = {id(b): b for model in self.modules for b in model.buffers()}
 
     @property
     def needs_lockstep(self) -> bool:
-        """Does a forward pass need other processes, so that all must compute equally many micro-batches?"""
+        """Whether a forward pass needs other processes, so that all must compute equally many micro-batches."""
         return bool(self.layers) or self.mesh.context.size > 1
 
     def around_loss(self) -> AbstractContextManager[None]:
-        """In it, torch computes a cross entropy of logits that are divided by classes, and its gradient."""
+        """Return a block in which torch can compute the cross entropy of logits that are divided by classes."""
         if not self.divided_loss:
             return nullcontext()
-        from torch.distributed.tensor.parallel import loss_parallel  # half a second
+        from torch.distributed.tensor.parallel import loss_parallel  # the import takes 0.5 s
 
         context: AbstractContextManager[None] = loss_parallel()
         return context
 
     def gather(self) -> None:
-        """Every layer is there, until `reshard`: then it does not matter who calls which."""
+        """Gather every layer, until `reshard`. In between, processes may call layers in any order."""
         for layer in self.layers:
             layer.unshard()
 
     def reshard(self) -> None:
-        """Parameters are what they are between two steps: shards, if somebody has gathered them."""
+        """Free gathered parameters, so that only shards are held, as between two steps."""
         for layer in self.layers:
             layer.reshard()
 
     def end_evaluation(self) -> None:
-        """The last forward pass of an evaluation is done."""
+        """End an evaluation, after its last forward pass."""
         self.reshard()
         if self.gather_order is not None:
             self.gather_order.end_step()
 
     def close(self) -> None:
-        """Let go of torch's hooks; closing twice changes nothing."""
+        """Remove the hooks of torch. Closing twice changes nothing."""
         self.context.close()
         if self._undo is not None:
             self._undo()

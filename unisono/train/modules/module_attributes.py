@@ -1,7 +1,7 @@
 """Attributes of modules that a forward pass changes: the longest text seen so far, a counter, a cached mask.
 
-With several virtual ranks, each starts a pass from the attributes as they were when the pass began, as it does with
-buffers. After the pass every process has the values of the first virtual rank with work:
+With several virtual ranks, each begins a pass with the attributes as they were when the pass began, as with buffers.
+After the pass every process has the values of the first virtual rank with work:
 
     virtual rank   reads   writes                      after the pass, on every process
     0              16      20                          20
@@ -9,11 +9,11 @@ buffers. After the pass every process has the values of the first virtual rank w
     2              16      18  (set back to 16)
 
 An attribute that a forward pass writes before it reads it is an output (an auxiliary loss, attention weights for a
-plot). It carries nothing from one micro-batch to the next, so it is neither set back nor sent. How an attribute is
-used is observed in one virtual rank after its first change, and of an output in all that follow: one that is read after
-all lowers the promise.
+plot). No state passes from one micro-batch to the next through it, so it is neither restored nor sent. The use of an
+attribute is observed in one virtual rank after its first change, and that of an output in all later ones: an output
+that is read later lowers the promise.
 
-With one virtual rank attributes are the forward pass's own, as in plain torch; a checkpoint has what changed.
+With one virtual rank attributes change as in plain torch; a checkpoint holds those that changed.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ Key = tuple[str, str]
 
 
 class AttributeValue(NamedTuple):
-    """What a virtual rank made of an attribute. `same`: it wrote into the object that was there."""
+    """The value of an attribute after a virtual rank. `same`: it has written into the object that was there."""
 
     value: Any
     same: bool
 
 
 Gathered = tuple[dict[Key, AttributeValue], list[str]]
-"""The first virtual rank's values, and what cannot be sent, in words."""
+"""The values of the first virtual rank, and descriptions of attributes that cannot be sent."""
 
 INTERNAL = frozenset(vars(torch.nn.Module()))
 """The attributes of every module that belong to torch: hooks, parameters, buffers, the training flag."""
 
 LARGE = 2**20
-"""Elements of a tensor that has no copy here, and of one that is saved without being known as state."""
+"""Largest number of elements of a tensor that is saved without being known as state."""
 
 
 class ModuleAttributes:
-    """The attributes of all placed models, through one pass after another.
+    """Restore and synchronize the attributes of all placed models, pass after pass.
 
-    enabled  False: nothing is set back, sent, or saved
+    enabled  False: nothing is restored, sent, or saved
     say      prints a line on the main process
-    opaque   attributes that change and cannot be sent, in words: no bits are promised for them
-    divided  several processes compute the micro-batches of one virtual rank, so none has all that an attribute carries
+    opaque   descriptions of attributes that change and cannot be sent: equal bits are not promised with them
+    divided  whether several processes compute the micro-batches of one virtual rank, so that none has all its state
     """
 
     enabled = True
@@ -75,20 +75,20 @@ class ModuleAttributes:
         self._origin: AttributeSnapshot | None = None
         self._reads = AttributeReads()
         self._outputs: set[Key] = set()  # written before they are read
-        self._state: set[Key] = set()  # read first: they carry something on
-        self._moved: set[Key] = set()  # since the loop began
-        self._made: dict[Key, AttributeValue] = {}  # by the first virtual rank
-        self._left: list[str] = []  # what changed and cannot be sent, in words
-        self._unclear: dict[Key, str] = {}  # changed while divided, and whether it is read first is not known yet
+        self._state: set[Key] = set()  # read before they are written: state from one micro-batch to the next
+        self._moved: set[Key] = set()  # changed since the loop began
+        self._made: dict[Key, AttributeValue] = {}  # values of the first virtual rank
+        self._left: list[str] = []  # descriptions of what changed and cannot be sent
+        self._unclear: dict[Key, str] = {}  # changed while divided; whether they are read first is not known yet
         self._swapped: str = ""  # a module that a forward pass has replaced
-        self._waiting: Mapping[str, Any] = {}  # was saved, and its modules are not known yet
+        self._waiting: Mapping[str, Any] = {}  # saved values whose modules are not known yet
 
     @property
     def _watches(self) -> bool:
         return self.enabled and self.virtual_ranks > 1 and self._now is not None
 
     def look_at(self, models: Iterable[torch.nn.Module]) -> None:
-        """These are the models now."""
+        """Set the current models."""
         if not self.enabled:
             return
         found = modules_of(models)
@@ -109,7 +109,7 @@ class ModuleAttributes:
     # -- a pass
 
     def begin(self) -> None:
-        """A pass begins: what the script has changed since the last one is how it is now."""
+        """Begin a pass: accept the changes that the script has made since the last one."""
         self._made, self._left, self._swapped = {}, [], ""
         if not self._watches:
             return
@@ -119,13 +119,13 @@ class ModuleAttributes:
             self._moved |= {key} - self._outputs
 
     def enter(self) -> None:
-        """A micro-batch of another virtual rank begins."""
+        """Begin a micro-batch of another virtual rank."""
         if self._watches:
             self._observe(self._outputs)
             self._reads.begin(self._modules)
 
     def leave(self, *, first: bool) -> None:
-        """A virtual rank is done: set back what it changed. `first`: its values are everybody's after the pass."""
+        """End a virtual rank: restore what it has changed. `first`: every process gets its values after the pass."""
         if not self._watches:
             return
         assert self._now is not None
@@ -141,7 +141,7 @@ class ModuleAttributes:
             if self.divided:
                 self._unclear[key] = f"{self._words(key, now)}, {DIVIDED}"
             if not (is_portable(now) and self._now.can_put_back(key)):
-                if key in self._state and self._now.before(key) is not None:  # else it was made when it was needed
+                if key in self._state and self._now.before(key) is not None:  # otherwise it was created lazily
                     self._left.append(self._words(key, now))
                 self._now.remember(key)
                 continue
@@ -151,18 +151,21 @@ class ModuleAttributes:
         self._left += [self._unclear.pop(key) for key in [*self._unclear] if key in self._state]
 
     def keep(self, first: bool) -> None:
-        """A pass is made again in part. `first`: does what the first virtual rank made still count?"""
+        """Prepare to repeat a part of the pass. `first`: whether the values of the first virtual rank are kept."""
         if not first:
             self._made, self._left = {}, []
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What all processes must agree on."""
+        """What processes have to exchange, by name."""
         return {"attributes": bool(self._made or self._left or self._swapped)}
 
     def gather(self, group: ProcessGroup) -> Gathered:
-        """The values of the first virtual rank. Every process calls this; nothing changes yet. Raises LoopError on
-        every process if a forward pass has replaced a module."""
+        """Return the values of the first virtual rank. Every process calls this. No attribute changes.
+
+        Raises:
+            LoopError: a forward pass has replaced a module; on every process.
+        """
         tensors = TensorTable()
         plain = encode([[*key, *made] for key, made in self._made.items()], "attributes", tensors)
         on_cpu = [name for name, tensor in tensors.items() if tensor.is_cpu]
@@ -175,11 +178,11 @@ class ModuleAttributes:
             return {}, left
         plain, on_cpu, *_ = said[owner]
         here = broadcast_tensors(group, plain, tensors, owner)
-        come = {name: t.to("cpu") if name in on_cpu else t for name, t in here.items()}
-        return {(module, key): AttributeValue(*made) for module, key, *made in decode(plain, come)}, left
+        received = {name: t.to("cpu") if name in on_cpu else t for name, t in here.items()}
+        return {(module, key): AttributeValue(*made) for module, key, *made in decode(plain, received)}, left
 
     def settle(self, gathered: Gathered) -> None:
-        """What was gathered becomes what the attributes are."""
+        """Set the attributes to the gathered values."""
         assert self._now is not None
         values, left = gathered
         for key, made in values.items():
@@ -205,7 +208,7 @@ class ModuleAttributes:
 
     def _learn(self) -> None:
         for key, read in self._reads.end().items():
-            if read and key in self._outputs:  # what it read was of another virtual rank of this process
+            if read and key in self._outputs:  # it has read the value of another virtual rank of this process
                 self._left.append(
                     f"{self._words(key, vars(self._modules[key[0]]).get(key[1]))}, later than it wrote it"
                 )
@@ -215,7 +218,7 @@ class ModuleAttributes:
                 self._unclear.pop(key, None)
 
     def _undo_swaps(self) -> None:
-        """A module that was replaced is put back: the next virtual rank begins as this one did."""
+        """Restore modules that were replaced, so that the next virtual rank begins as this one did."""
         for name, children in self._children.items():
             now = self._modules[name]._modules
             for key, child in children.items():
@@ -228,7 +231,7 @@ class ModuleAttributes:
     # -- a checkpoint, and a process that joins
 
     def state_dict(self) -> dict[str, Any]:
-        """The values that are others than when the loop began, by module and name."""
+        """Return the values that have changed since the loop began, by module and name."""
         if not self.enabled or self._origin is None:
             return dict(self._waiting)
         keys = self._moved if self.virtual_ranks > 1 else self._moved | set(self._origin.changed())
@@ -244,14 +247,14 @@ class ModuleAttributes:
         return {"attributes": found, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See state_dict. What belongs to models that are not placed yet is kept for them."""
+        """Load what `state_dict` has returned. Values of models that are not placed yet are kept for them."""
         self._waiting = state
         if self._modules:
             self._take_up()
             self._now = AttributeSnapshot(self._modules, INTERNAL) if self.virtual_ranks > 1 else None
 
     def _take_up(self) -> None:
-        """What was saved of the modules that there are."""
+        """Load the saved values of the modules that are placed."""
         waiting, self._waiting = self._waiting, {}
         for module, values in waiting.get("attributes", {}).items():
             if module in self._modules:
@@ -265,12 +268,15 @@ class ModuleAttributes:
 
 
 def remembered(models: Iterable[torch.nn.Module]) -> AttributeSnapshot:
-    """The attributes of these models as they are now."""
+    """Return a snapshot of the attributes of these models."""
     return AttributeSnapshot(modules_of(models) if ModuleAttributes.enabled else {}, INTERNAL)
 
 
 def modules_of(models: Iterable[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Each module of these models once, by name. (torch.jit.script keeps attributes outside of Python.)"""
+    """Return each module of these models once, by name, without those of torch.jit.script.
+
+    These keep their attributes outside of Python.
+    """
     named = [(f"{i}/{name}", module) for i, model in enumerate(models) for name, module in model.named_modules()]
     first = {id(module): (name, module) for name, module in reversed(named)}
     return {name: m for name, m in reversed(first.values()) if not isinstance(m, torch.jit.ScriptModule)}
@@ -284,7 +290,7 @@ CURE = "Keep it in a buffer (register_buffer), compute it from the input, or dra
 
 
 def _is_output(value: Any) -> bool:
-    """Does a tensor look as if it was computed to be looked at: part of a graph, or large?"""
+    """Return whether a value is probably an output: a tensor that is part of a graph, or large."""
     return isinstance(value, torch.Tensor) and (value.requires_grad or value.numel() > LARGE)
 
 

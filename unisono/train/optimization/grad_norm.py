@@ -1,9 +1,9 @@
-"""The 2-norm of a gradient, the same to the bit however it lies over processes, and clipping by it.
+"""The 2-norm of a gradient, with the same bits however it is divided among processes, and clipping by it.
 
-torch.nn.utils.get_total_norm reduces a whole tensor in an order of its own, which a part of the tensor cannot repeat.
-So the norm is made of rows: of a tensor [rows, ...] the norm of every row, which no other row has a say in, whoever
-computes it; then one sum of their squares, in float64, over all rows of all parameters in their order. It takes as long
-as torch's (one read of the gradient).
+torch.nn.utils.get_total_norm reduces a whole tensor in an order that a part of the tensor cannot repeat. So the norm is
+computed from rows: first the norm of every row of a tensor [rows, ...], which depends on no other row; then one sum of
+their squares, in float64, over all rows of all parameters in their order. It takes as long as torch's (one read of the
+gradient).
 """
 
 from __future__ import annotations
@@ -51,20 +51,26 @@ def total_norm(grads: Sequence[torch.Tensor], mesh: Mesh, together: Together = _
 
 
 def norm_of(squares: float, cut: float, tensor: ProcessGroup) -> float:
-    """The norm, from a sum of squares of what every process of the axis `tensor` has, and of what is cut among them."""
+    """Return the norm, from two sums of squares.
+
+    Args:
+        squares: of the gradients that every process of the axis `tensor` has.
+        cut: of this process's part of the gradients that are divided along that axis.
+        tensor: the processes of the axis `tensor`.
+    """
     if tensor.size > 1:
         squares += chain(tensor.all_gather_object(cut))
     return math.sqrt(squares)
 
 
 def is_sharded(grad: torch.Tensor) -> bool:
-    """Does this process hold a part of it that no other process of the axis `tensor` has?"""
+    """Return whether a gradient is divided along the axis `tensor`."""
     names = grad.device_mesh.mesh_dim_names if is_dtensor(grad) else ()  # type: ignore[attr-defined]
     return "tensor" in names and grad.placements[names.index("tensor")].is_shard()  # type: ignore[attr-defined]
 
 
 def _squares(grads: Sequence[torch.Tensor], shard: ProcessGroup) -> float:
-    """The sum of the squares of all rows, over the processes of the axis `shard`."""
+    """Return the sum of the squares of all rows, over the processes of the axis `shard`."""
     rows = [_rows(grad, shard) for grad in grads]
     if not rows:
         return 0.0
@@ -74,9 +80,9 @@ def _squares(grads: Sequence[torch.Tensor], shard: ProcessGroup) -> float:
 
 
 def _rows(grad: torch.Tensor, shard: ProcessGroup) -> torch.Tensor:
-    """The norm of every row, float64 [rows]; zeros for those that other processes of the axis `shard` hold."""
+    """Return the norm of every row, float64 [rows]; 0 for rows that other processes of the axis `shard` hold."""
     mine: torch.Tensor = to_local(grad.detach())
-    norms = rows_of(mine).to(shard.device)  # a model may lie over several devices of this process
+    norms = rows_of(mine).to(shard.device)  # this process may have the model on several devices
     if shard.size == 1:
         return norms
     length = _length(grad)
@@ -87,26 +93,26 @@ def _rows(grad: torch.Tensor, shard: ProcessGroup) -> torch.Tensor:
 
 
 def _length(grad: Any) -> int:
-    """How many rows the processes of the axis `shard` have together."""
+    """Return the number of rows that the processes of the axis `shard` have together."""
     names, length = grad.device_mesh.mesh_dim_names, len(grad)
     for name, size, placement in zip(names, grad.device_mesh.shape, grad.placements, strict=True):
         if name == "tensor" and placement.is_shard(0):
-            length //= size  # which is even (parallel/tensor_parallel/tensor_parallel.py)
+            length //= size  # tensor parallelism divides evenly (parallel/tensor_parallel/tensor_parallel.py)
     return length
 
 
 def rows_of(grad: torch.Tensor) -> torch.Tensor:
-    """The norm of every row of a tensor that is whole, float64; of one without rows, its elements' absolute values.
+    """Return the norm of every row of a local tensor, float64; with fewer than two dims, the absolute values.
 
-    A row lies in one piece when its squares are added up: the order in which that is done depends on where they lie,
-    and a shard does not lie as the whole parameter does, if that is stored transposed.
+    A row is made contiguous before its squares are added, since the order of the sum depends on the strides. A shard
+    has other strides than the whole parameter if that is stored transposed.
     """
     norms = grad.abs().reshape(-1) if grad.dim() < 2 else torch.linalg.vector_norm(grad.contiguous().flatten(1), dim=1)
     return norms.double()
 
 
 def clip_(grads: Sequence[torch.Tensor], limit: float, norm: float) -> None:
-    """Scale the gradients, in place, so that their norm is at most `limit`: torch.nn.utils.clip_grad_norm_'s way."""
+    """Scale the gradients, in place, so that their norm is at most `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     scale = limit / (norm + 1e-6)
     if scale < 1.0 and grads:
         torch._foreach_mul_([to_local(grad) for grad in grads], scale)

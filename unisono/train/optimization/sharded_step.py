@@ -46,7 +46,7 @@ Slot = tuple[slice, slice]
 
 
 class ShardPiece(NamedTuple):
-    """What is stepped as one tensor. `slots` is None for a view of the shard, and for a buffer what is copied."""
+    """A piece that is stepped as one tensor: a view of the shard, or a buffer, of which `slots` are copied."""
 
     tensor: torch.Tensor
     slots: Slot | None
@@ -218,7 +218,7 @@ class _Shard:
             else:
                 slots = slice(lo - first, hi - first), within
                 self.pieces.append(ShardPiece(flat.new_zeros(end - first), slots, within))
-        if not self.pieces:  # a shard without elements: its state is known by what becomes of one
+        if not self.pieces:  # a shard without elements: a dummy element creates the optimizer's state
             self.pieces = [ShardPiece(flat.new_zeros(1), (slice(0, 0), slice(0, 0)), slice(0, 0))]
 
     def take(self, state: dict[str, Any], into: dict[Any, Any]) -> list[torch.Tensor]:
@@ -260,7 +260,7 @@ class _Shard:
                     self._put(piece, found[piece.tensor][name], to_local(state[name]))
 
     def _cut(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of a tensor that is laid out as the shard: views of it, or buffers with zeros around."""
+        """Return the pieces of a tensor with the shape of the shard: views of it, or buffers padded with zeros."""
         if self.pieces[0].within == slice(None):
             return [tensor]
         flat, cut = tensor.reshape(-1), []
@@ -282,7 +282,7 @@ class _Shard:
 
 
 def _begin(p: Any) -> int:
-    """Where a parameter's local shard begins in the whole, in elements."""
+    """Return where a parameter's local shard begins in the whole, in elements."""
     rank, size, rows = p.device_mesh.get_local_rank(), p.device_mesh.size(), p.shape[0]
     return int(min(rank * -(-rows // size), rows) * prod(p.shape[1:]))
 
@@ -290,8 +290,8 @@ def _begin(p: Any) -> int:
 def spans(begin: int, end: int, total: int, block: int, threads: int) -> Iterator[tuple[int, int]]:
     """Yield spans of a tensor of `total` elements that cover those from `begin` to `end`.
 
-    A kernel that takes each span as a tensor of its own rounds every element as it does in the whole tensor, where it
-    divides that among so many threads.
+    A kernel that takes each span as a separate tensor rounds every element as in the whole tensor, which it divides
+    among `threads` threads.
     """
     parts = min(threads, -(-total // GRAIN)) if total > GRAIN else 1
     chunk = max(-(-total // parts), 1)

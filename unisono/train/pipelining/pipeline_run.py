@@ -1,8 +1,8 @@
-"""The pipeline of a run: a model that is cut into stages, and what a step, an evaluation, a forward pass is with it.
+"""The pipeline of a run: a model that is divided into stages, and its steps, evaluations and forward passes.
 
-Every process makes the whole model, and keeps the parameters of its own stages; all names stay. Its forward then is
-what is called for every stage: it computes this stage's part of it, and where that is not the last one the rest of the
-user's code (a loss of it, `.logits`) is left by raising `PipelineStageDone`.
+Every process builds the whole model, and keeps the parameters of its own stages under their names. The model's forward
+is then called for every stage, and computes the part of that stage. Unless it is the last stage, it raises
+`PipelineStageDone` to leave the user's code that follows (a loss, `.logits`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from unisono.train.evaluation.model_call import Forward, call
 from unisono.train.modules.buffer_sync import versions
 from unisono.train.pipelining.sharded_activations import from_parts, parts_of
 from unisono.train.pipelining.stage_state import StageParameters
-from unisono.train.pipelining.stage_timing import TimingExample, apply_times, told
+from unisono.train.pipelining.stage_timing import TimingExample, apply_times, describe_stages
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from unisono.exchange.base import Exchange
 
 FinishBatch = Callable[[MicroBatchId, Any, Any], torch.Tensor]
-"""Return the loss of a micro-batch, from its place, its batch and the model's output."""
+"""Returns the loss of a micro-batch, from its place, its batch and the model's output."""
 
 
 class PipelineStageDone(BaseException):
-    """This stage has done its part of a forward pass. Not an Exception: no code of the user's is to catch it."""
+    """This stage has done its part of a forward pass. It is no Exception, so the user's code does not catch it."""
 
     def __init__(self, sends: Tensors) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class PipelineStageDone(BaseException):
 
 
 class PipelinedForward(ForwardWrapper):
-    """Stands for the forward of a model that is cut."""
+    """Replaces the forward of a model that is divided into stages."""
 
     def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
         super().__init__(model)
@@ -71,8 +71,8 @@ class PipelinedForward(ForwardWrapper):
         if turn.done:
             raise LoopError(
                 "The model was called twice for one micro-batch.",
-                "In a pipeline one call goes from the first stage to the last, and then the loss is made.",
-                "let one forward do both, and return both results.",
+                "In a pipeline one call passes from the first stage to the last, and then the loss is computed.",
+                "compute both in one forward, and return both results.",
             )
         turn.done = True
         call = StageInput(self.forward, args, kwargs, turn.begin)
@@ -84,7 +84,7 @@ class PipelinedForward(ForwardWrapper):
 
 @dataclass
 class StageTurn:
-    """A stage's part of a forward pass, under way. `begin`: torch's generators go on where the stage before it was."""
+    """One stage's part of a forward pass. `begin` sets torch's generators to their state after the stage before."""
 
     stage: int
     received: Tensors
@@ -93,7 +93,7 @@ class StageTurn:
 
 
 class RngStart(NamedTuple):
-    """Where the generators stand before a micro-batch: torch's, which go on from stage to stage, and the others."""
+    """The state of generators before a micro-batch: torch's, which is passed from stage to stage, and the others."""
 
     dice: torch.Tensor
     others: State
@@ -103,9 +103,9 @@ class RngStart(NamedTuple):
 class MicroBatchRun:
     """One micro-batch on its way through the stages (a Job, parallel/pipeline_parallel/stage.py).
 
-    start   where the generators stand when its forward pass begins; the same on all processes of the line
-    finish  the micro-batch, as forward has left it, and the output -> what the last stage has to show for it
-    gather  around a backward pass of a stage
+    start   the state of the generators when its forward pass begins; the same on all processes of the pipeline
+    finish  returns the result of the last stage, from the micro-batch and the output
+    gather  returns a block for the backward pass of a stage
     """
 
     pipeline: Pipeline
@@ -130,7 +130,7 @@ class MicroBatchRun:
         across = pipeline.across
         tensors = from_parts(tensors, across) if across else tensors
         turn = pipeline.turn = StageTurn(stage, tensors, partial(set_rng_state, dice, device))
-        batch = tree_map(_itself, self.batch)  # what forward takes out of a dict is there for the next stage
+        batch = tree_map(_itself, self.batch)  # a copy: forward may remove items of a dict, which the next stage needs
         held = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         before = versions(held)
         try:
@@ -143,13 +143,13 @@ class MicroBatchRun:
             if versions(held) != before:
                 raise LoopError(
                     "A forward pass changed its micro-batch in place.",
-                    "In a pipeline every stage begins with the same micro-batch, and each would change it once more.",
-                    "make a new tensor of it (x = x - 1, not x -= 1), or --set parallel.pipeline=1.",
+                    "In a pipeline every stage gets the same micro-batch, and each would change it again.",
+                    "create a new tensor (x = x - 1, not x -= 1), or --set parallel.pipeline=1.",
                 )
         if not turn.done:
             raise LoopError(
                 "A forward pass did not call the model.",
-                "In a pipeline each stage does its part when the model that run.place has returned is called.",
+                "In a pipeline each stage computes its part when the model that run.place has returned is called.",
                 "call it: forward=lambda model, batch: model(batch[0]).",
             )
         return [self.finish(batch, output)]
@@ -164,8 +164,11 @@ class MicroBatchRun:
 
 
 class Pipeline:
-    """turn: what the model's forward is called for, just now; None: nothing, somebody calls it
-    told: where it was cut, in a line"""
+    """The pipeline of a model, on this process.
+
+    turn  the stage for which the model's forward is called now; None: the script calls it outside of a step
+    told  a line that describes the stages
+    """
 
     def __init__(
         self,
@@ -175,28 +178,28 @@ class Pipeline:
         before: Pipeline | None,
         example: TimingExample | None = None,
     ) -> None:
-        """Cut a model. All processes have the same content of it. `before`: is another cut already?"""
+        """Divide a model, which has the same values on all processes; `before`: the pipeline of another model."""
         if before is not None:
             raise LoopError(
-                f"run.place was given a {type(model).__name__}, after a {before.cut.name}.",
-                "A pipeline is one model that is cut into stages.",
-                "make one model of them, or --set parallel.pipeline=1",
+                f"Cannot place a {type(model).__name__} in a pipeline, after a {before.cut.name}.",
+                "A pipeline is one model that is divided into stages.",
+                "combine them to one model, or --set parallel.pipeline=1",
             )
         _refuse_norms(model)
         self.world: ProcessGroup = mesh.world
         self.speaks = mesh.tensor.rank == 0
-        """Do its last stage's outputs count, among those of the processes that share its matrices?"""
+        """Whether the outputs of this process are used, among the processes that share its matrices."""
         self.turn: StageTurn | None = None
         self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence_parallel else None
-        """The processes among which sequences are divided between the stages, if they are."""
+        """The mesh along which sequences are divided between stages, if they are."""
         self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.stages_per_rank)
         self.cut: Partition = cut_of(model)
-        begins = self.cut.stage_starts(line.stages, parallel.split_points)  # what cannot be cut need not be timed
+        begins = self.cut.stage_starts(line.stages, parallel.split_points)  # raises an error before anything is timed
         if example is not None:
             apply_times(self.cut, model, example, mesh)
             begins = self.cut.stage_starts(line.stages, parallel.split_points)
         begins = mesh.world.broadcast_object(begins)
-        self.told = told(self.cut, begins, named=bool(parallel.split_points))
+        self.told = describe_stages(self.cut, begins, named=bool(parallel.split_points))
         self.names = StageParameters(model, mesh, self.cut.stages_of_params(model, begins), line.owners)
         own = line.own_stages
         self.cut.apply(model, begins, own, {id(p) for stage in own for p in self.names.of(stage)})
@@ -208,25 +211,25 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Does the last stage belong to this process?"""
+        """Whether this process has the last stage."""
         return self.line.owners[-1] == self.line.group.rank
 
     def parts_of(self, params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Which of these each stage of this process uses."""
+        """Return, for each stage of this process, which of these parameters it uses."""
         wanted = set(map(id, params))
         return [[p for p in self.names.of(stage) if id(p) in wanted] for stage in self.line.own_stages]
 
     def grown(self, count: int) -> LoopError:
         return LoopError(
-            "run.steps was asked for a step.",
-            f"The model has {count} new parameters, and it is cut into stages already.",
+            "A model in a pipeline got new parameters.",
+            f"The model has {count} new parameters, and it is divided into stages already.",
             "let it grow before run.place, or --set parallel.pipeline=1",
         )
 
     def changing(self, step: int) -> LoopError:
         return LoopError(
             f"The forward pass of step {step} changed buffers.",
-            "In a pipeline many micro-batches are under way at once, and none may depend on what another left behind.",
+            "In a pipeline many micro-batches are computed at once, and none may depend on the state after another.",
             "change them between two steps, or --set parallel.pipeline=1",
         )
 
@@ -259,7 +262,7 @@ class Pipeline:
         def gather(place: MicroBatchId, stage: int) -> Iterator[None]:
             assert stage not in last or last[stage] < place, "micro-batches go backward in order"
             last[stage] = place
-            stages[stage].enter(place.virtual_rank, last=False)  # what is sent late disturbs no neighbor's turn
+            stages[stage].enter(place.virtual_rank, last=False)  # messages that are sent late do not delay a neighbor
             yield
             stages[stage].leave()
 
@@ -274,7 +277,7 @@ class Pipeline:
     def outputs(
         self, model: nn.Module, batches: Sequence[Any], starts: Sequence[RngStart], forward: Forward
     ) -> list[Any]:
-        """What the model makes of these batches, on the process that has the last stage; elsewhere nothing."""
+        """Return the outputs for these batches on the process that has the last stage; elsewhere an empty list."""
         rounds = [
             MicroBatchRun(self, model, batch, forward, start, _as_it_is)
             for batch, start in zip(batches, starts, strict=True)
@@ -282,7 +285,7 @@ class Pipeline:
         return [output for (output,) in self.line.run(rounds, backward=False)]
 
     def walk(self, model: nn.Module, walk: EvalLoader, forward: Forward) -> Iterator[tuple[EvalBatch, Any]]:
-        """(micro-batch, output) of all of them, on the process that has the last stage; elsewhere nothing."""
+        """Yield (micro-batch, output) of all micro-batches on the process with the last stage; elsewhere nothing."""
         micro_batches = iter(walk)
         while window := [(found, self.start()) for found in islice(micro_batches, 2 * self.line.stages)]:
             batches, starts = [found.batch for found, _ in window], [start for _, start in window]
@@ -290,8 +293,7 @@ class Pipeline:
             yield from zip([found for found, _ in window], outputs, strict=False)
 
     def alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pass of the loop's own, which all processes make together: its output on all of them, without a
-        gradient."""
+        """Make a forward pass outside of a step, without gradients. All processes call this, and get the output."""
 
         def ended(m: nn.Module, b: Any) -> Any:
             return m(*b[0], **b[1]), get_rng_state(self.line.device)
@@ -303,11 +305,11 @@ class Pipeline:
         return output
 
     def start(self) -> RngStart:
-        """Where the generators stand now."""
+        """Return the current state of the generators."""
         return RngStart(get_rng_state(self.line.device), get_state())
 
     def _everywhere(self, output: Any) -> Any:
-        """What the process with the last stage has, on all of the line."""
+        """Broadcast the output from the process with the last stage to all processes of the pipeline."""
         leaves, spec = tree_flatten(output)
         strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (torch.Tensor, *PLAIN))]
         owner, group, tensors = self.line.owners[-1], self.line.group, TensorTable()
@@ -317,8 +319,8 @@ class Pipeline:
         found = group.all_gather_object(mine if self.has_last else None)[owner]
         if "strange" in found:
             raise LoopError(
-                "The model was called outside of a step, which gives its output to all processes of its pipeline.",
-                f"It returned a {found['strange'][0]}, and only tensors and plain values travel.",
+                "Cannot send the output of a model to all processes of its pipeline, outside of a step.",
+                f"It returned a {found['strange'][0]}, and only tensors and plain values can be sent.",
                 "let it return these (Hugging Face: use_cache=False).",
             )
         arrived = broadcast_tensors(group, found["leaves"], tensors, owner)
@@ -326,7 +328,7 @@ class Pipeline:
 
 
 def cut_of(model: nn.Module) -> Partition:
-    """How the model can be cut: followed without data, if that is possible, and run with shadows otherwise."""
+    """Return the partition of a model: traced by torch.fx if possible, otherwise run with shadow tensors."""
     try:
         return FxPartition(model)
     except CannotTrace as error:
@@ -350,13 +352,13 @@ def _kind(leaf: Any) -> Any:
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
-    """Where torch's generators stand, the CPU's and the device's, as bytes."""
+    """Return the state of torch's generators, of the CPU and of the device, as bytes."""
     here = torch.default_generator.get_state()
     return here if device.type == "cpu" else torch.cat([here, torch.get_device_module(device).get_rng_state()])
 
 
 def set_rng_state(dice: torch.Tensor, device: torch.device) -> None:
-    """Put torch's generators where they stood."""
+    """Restore the state of torch's generators."""
     size = len(torch.default_generator.get_state())
     dice = dice.cpu()
     torch.default_generator.set_state(dice[:size])
@@ -368,8 +370,8 @@ def _refuse_norms(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, _BatchNorm):
             raise LoopError(
-                f"run.place was given a {type(model).__name__}, to be cut into the stages of a pipeline.",
-                f"Its {name or 'self'} is a {type(part).__name__}: running statistics go from one micro-batch to the "
-                "next, and here many are under way at once.",
-                "use GroupNorm or LayerNorm, or whole models beside each other: --set parallel.pipeline=1",
+                f"Cannot divide a {type(model).__name__} with batch norm into pipeline stages.",
+                f"Its {name or 'self'} is a {type(part).__name__}: running statistics pass from one micro-batch to the "
+                "next, and a pipeline computes many at once.",
+                "use GroupNorm or LayerNorm, or replicas of the whole model: --set parallel.pipeline=1",
             )

@@ -1,9 +1,8 @@
-"""What crosses from stage to stage where sequences are divided too (parallel.sequence_parallel): each process its part.
+"""Activations between stages where sequences are divided too (parallel.sequence_parallel): each process sends its part.
 
-Process i of the axis `tensor` in one stage has the part that process i of the next one goes on with, so parts are all
-that travels, and no process needs more. But 9 positions over two processes are 5 and 4, and neither part shows whether
-the whole has 8, 9 or 10. So behind the tensors goes a row of two numbers for each: the dim in which it is divided (-1:
-it is not), and how long the whole is there.
+Process i of the axis `tensor` in one stage has the part that process i of the next stage needs, so only parts are sent.
+But 9 positions on two processes are 5 and 4, and neither part shows whether the whole has 8, 9 or 10. So two numbers
+for each tensor are sent after the tensors: the dim in which it is divided (-1: it is not), and its whole length there.
 """
 
 from __future__ import annotations
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
 
 
 def parts_of(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """What is sent of these: this process's part of each, and where it lies. Gradients of the parts come back."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second
+    """Return the tensors to send: this process's part of each, and a table [tensors, 2] of dims and whole lengths.
+
+    Gradients of the parts are sent back.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # the import takes 0.5 s
 
     parts, places = [], []
     for tensor in tensors:
@@ -28,7 +30,7 @@ def parts_of(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Te
             (place,) = tensor.placements
             if isinstance(place, Shard):
                 dim, length = place.dim, tensor.shape[place.dim]
-            else:  # it is whole already, or becomes it
+            else:  # it is replicated, or partial
                 tensor = tensor.redistribute(mesh, [Replicate()])
             tensor = tensor.to_local()
         parts.append(tensor)
@@ -37,7 +39,7 @@ def parts_of(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Te
 
 
 def from_parts(received: Sequence[torch.Tensor], mesh: DeviceMesh) -> list[torch.Tensor]:
-    """The same tensors on the process that has received them."""
+    """Return the tensors whose parts were received, as DTensors where they are divided."""
     from torch.distributed.tensor import DTensor, Shard
 
     if not received:

@@ -1,7 +1,7 @@
-"""What processes hold that each have some stages of a model: who holds what, and how it becomes whole again.
+"""The state of a model whose stages are on several processes: which process has what, and how to gather it.
 
-A checkpoint, a fingerprint and a gradient's norm are of the whole model, in the order and under the names that it has
-in one process. An optimizer's state_dict knows parameters by their number only, so it is put together by their names.
+A checkpoint, a fingerprint and a gradient's norm are of the whole model, in the order and with the names that it has in
+one process. An optimizer's state_dict has numbers of parameters only, so it is assembled by their names.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unisono.train.optimization.grad_norm import is_sharded, norm_of, rows_of
 
 
 class LocalPart(NamedTuple):
-    """Where a process puts what it has of a thing that lies over several, instead of sending it: it will save it.
+    """The place for a process's tensors of a divided object, which it saves itself instead of sending them.
 
-    tensors  what it saves of everything
-    name     of the thing
-    speaks   is it the first of those that have the same?
+    tensors  all tensors that the process saves
+    name     of the object
+    speaks   whether it is the first of the processes that have the same tensors
     """
 
     tensors: TensorTable
@@ -35,10 +35,10 @@ class LocalPart(NamedTuple):
 
 
 class StageParameters:
-    """The parameters of the whole model, by number in its order, and who holds them.
+    """The parameters of the whole model, by number in its order, and the processes that hold them.
 
-    stages   of each parameter, those that use it: several, if it is tied
-    holders  the ranks within the line of these, each once; what is said of a parameter is said by the first
+    stages   of each parameter, the stages that use it: several, if it is tied
+    holders  of each parameter, the ranks in the pipeline that hold it, each once; the first one sends its state
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, users: Mapping[int, Sequence[int]], owners: Sequence[int]) -> None:
@@ -47,7 +47,7 @@ class StageParameters:
         self.rows: list[int] = []
         self.stages: list[Sequence[int]] = []
         self.holders: list[list[int]] = []
-        self.numbers: dict[int, int] = {}  # of what this process holds, by id
+        self.numbers: dict[int, int] = {}  # of the parameters that this process holds, by id
         self.params: dict[int, nn.Parameter] = {}
         for number, (name, p) in enumerate(model.named_parameters()):
             self.names.append(name)
@@ -58,12 +58,12 @@ class StageParameters:
                 self.numbers[id(p)], self.params[number] = number, p
 
     def of(self, stage: int) -> list[nn.Parameter]:
-        """The parameters of one of this process's stages."""
+        """Return the parameters of one of this process's stages."""
         return [p for number, p in self.params.items() if stage in self.stages[number]]
 
     @property
     def speaks(self) -> bool:
-        """Is this line the first of those that have the same stages, or parts of the same?"""
+        """Whether this pipeline is the first of those that have the same stages, or parts of them."""
         return all(getattr(self.mesh, axis).rank == 0 for axis in self.mesh.axes._fields if axis != "pipeline")
 
     @property
@@ -72,36 +72,39 @@ class StageParameters:
         return [name for name, stages in zip(self.names, self.stages, strict=True) if len(stages) > 1]
 
     def _mine(self, number: int) -> bool:
-        """Does this process speak for that parameter?"""
+        """Return whether this process sends the state of a parameter."""
         return self.holders[number][0] == self.line.rank
 
     # -- gradients
 
     def add_ties(self, params: Sequence[nn.Parameter]) -> bool:
-        """A tied parameter's gradient is the sum over the stages that use it, in their order, on all that hold it. Is
-        what was added up finite?"""
+        """Add the gradients of tied parameters over the stages that use them, in their order, on all that hold them.
+
+        Returns:
+            Whether the sums are finite.
+        """
         tied = [number for number, holders in enumerate(self.holders) if len(holders) > 1]
         if not tied:
             return True
         ours = set(map(id, params))
         has = {n: p.grad is not None for n, p in self.params.items() if n in tied and id(p) in ours}
-        everybody = self.line.all_gather_object(sorted(n for n, yes in has.items() if yes))
+        by_rank = self.line.all_gather_object(sorted(n for n, yes in has.items() if yes))
         whole = True
         for number in tied:
-            givers = [rank for rank in self.holders[number] if number in everybody[rank]]
-            if number not in has or not givers:
+            senders = [rank for rank in self.holders[number] if number in by_rank[rank]]
+            if number not in has or not senders:
                 continue
             p = self.params[number]
             others = [rank for rank in self.holders[number] if rank != self.line.rank]
             mine = None if p.grad is None else to_local(p.grad).contiguous()
-            parts = {rank: torch.empty_like(to_local(p.detach())) for rank in givers}
+            parts = {rank: torch.empty_like(to_local(p.detach())) for rank in senders}
             sends = [] if mine is None else [Message(mine.view(-1), rank) for rank in others]
-            receives = [Message(parts[rank].view(-1), rank) for rank in givers if rank != self.line.rank]
+            receives = [Message(parts[rank].view(-1), rank) for rank in senders if rank != self.line.rank]
             wait_for(self.line.send_and_receive(sends, receives))
             if mine is not None:
                 parts[self.line.rank] = mine
-            total = parts[givers[0]].clone()
-            for rank in givers[1:]:
+            total = parts[senders[0]].clone()
+            for rank in senders[1:]:
                 total.add_(parts[rank])
             if p.grad is None:
                 p.grad = from_local_like(total, p)
@@ -111,24 +114,26 @@ class StageParameters:
         return whole
 
     def total_norm(self, params: Sequence[nn.Parameter]) -> float:
-        """The 2-norm of the gradient of these parameters and of those that other stages hold, to the bit that of one
-        process (grad_norm.py): its rows are brought together, each by who speaks for it, and squared and added in
-        order."""
+        """Return the 2-norm of the gradient of these parameters and of those of other stages.
+
+        It has the bits of one process (grad_norm.py): the norms of rows are gathered, each from one process, squared,
+        and added in order.
+        """
         starts = [len(self.rows)]
         for rows in self.rows:
             starts.append(starts[-1] + rows)
-        told = torch.zeros(starts[-1], dtype=torch.float64, device=self.line.device)
+        table = torch.zeros(starts[-1], dtype=torch.float64, device=self.line.device)
         for p in params:
             number = self.numbers[id(p)]
             if p.grad is not None and self._mine(number):
-                told[number] = 1.0 + is_sharded(p.grad)
+                table[number] = 1.0 + is_sharded(p.grad)
                 mine = rows_of(to_local(p.grad))
-                told[starts[number] : starts[number] + len(mine)] = mine
-        told = self.line.sum_(told)
-        kinds = told[: len(self.rows)].tolist()
+                table[starts[number] : starts[number] + len(mine)] = mine
+        table = self.line.sum_(table)
+        kinds = table[: len(self.rows)].tolist()
 
         def squares(kind: float) -> float:
-            found = [told[starts[n] : starts[n + 1]] for n, it in enumerate(kinds) if it == kind]
+            found = [table[starts[n] : starts[n + 1]] for n, each in enumerate(kinds) if each == kind]
             return float(torch.cat(found).square().sum()) if found else 0.0
 
         return norm_of(squares(1.0), squares(2.0), self.mesh.tensor)
@@ -136,8 +141,10 @@ class StageParameters:
     # -- states
 
     def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any:
-        """The state of a tracked thing as one process would have it: on the main process, with the help of its line.
-        With a shelf, tensors stay where they are."""
+        """Return the state of a tracked object as one process would have it, on the main process.
+
+        All processes of the pipeline call this. With a shelf, tensors stay where they are.
+        """
         if isinstance(thing, nn.Module):
             return self._whole_module(state, shelf)
         if isinstance(thing, torch.optim.Optimizer):
@@ -145,15 +152,15 @@ class StageParameters:
         prints = self.line.all_gather_object(fingerprint_of({"": state}))
         if len(set(prints)) > 1:
             raise CheckpointError(
-                f"The state of a {type(thing).__name__} was to be saved.",
-                "It is not the same on the processes of a pipeline, and of which parameter what is cannot be seen.",
+                f"Cannot save the state of a {type(thing).__name__}.",
+                "It differs between the processes of a pipeline, and does not show what belongs to which parameter.",
                 "keep what belongs to a parameter in the model's buffers, or in a torch.optim.Optimizer's state.",
             )
         return state
 
     def _whole_module(self, state: Mapping[str, Any], shelf: LocalPart | None) -> dict[str, Any]:
-        everybody = self.line.all_gather_object(list(state))
-        first = {key: rank for rank, keys in reversed(list(enumerate(everybody))) for key in keys}
+        by_rank = self.line.all_gather_object(list(state))
+        first = {key: rank for rank, keys in reversed(list(enumerate(by_rank))) for key in keys}
         mine = {key: value for key, value in state.items() if first[key] == self.line.rank}
         return {key: value for part in gather_states(self.line, mine, shelf) for key, value in part.items()}
 
@@ -178,7 +185,7 @@ class StageParameters:
         return {**state, "state": states, "param_groups": whole_groups}
 
     def part(self, thing: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a whole state what belongs to this process. All processes of the line must call this together."""
+        """Return the part of a whole state that belongs to this process. All processes of the pipeline call this."""
         if isinstance(thing, nn.Module):
             ours = thing.state_dict()
             return {key: value for key, value in state.items() if key in ours}
@@ -204,32 +211,34 @@ class StageParameters:
         strange = [p for p in params if id(p) not in self.numbers]
         if strange:
             raise CheckpointError(
-                f"The state of {type(optimizer).__name__} was to be saved or loaded.",
-                f"{len(strange)} of its parameters are not the placed model's, as far as this stage has it.",
+                f"Cannot save or load the state of {type(optimizer).__name__}: it has foreign parameters.",
+                f"{len(strange)} of its parameters do not belong to this stage of the placed model.",
                 "make the optimizer from the model that run.place returns.",
             )
         return [self.numbers[id(p)] for p in params]
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[list[int]]:
-        """The numbers of all stages' parameters in each of the optimizer's groups, in the order that they would have in
-        one process: that of the model, or its reverse."""
-        everybody = self.line.all_gather_object(
+        """Return the numbers of all stages' parameters in each group of an optimizer.
+
+        They have the order that they would have in one process: that of the model, or its reverse.
+        """
+        by_rank = self.line.all_gather_object(
             [self._numbers(optimizer, group["params"]) for group in optimizer.param_groups]
         )
-        if len({len(groups) for groups in everybody}) > 1:
+        if len({len(groups) for groups in by_rank}) > 1:
             raise CheckpointError(
-                f"The state of {type(optimizer).__name__} was to be saved or loaded.",
-                f"On the processes of the line it has {' and '.join(str(len(groups)) for groups in everybody)} groups.",
+                f"Cannot save or load the state of {type(optimizer).__name__}: its numbers of groups differ.",
+                f"On the processes of the pipeline it has {' and '.join(str(len(g)) for g in by_rank)} groups.",
                 "give every process the same groups, empty ones too.",
             )
         found = []
-        for parts in zip(*everybody, strict=True):
+        for parts in zip(*by_rank, strict=True):
             forth = all(part == sorted(part) for part in parts)
             if not forth and any(part != sorted(part, reverse=True) for part in parts):
                 raise CheckpointError(
-                    f"The state of {type(optimizer).__name__} was to be saved or loaded.",
-                    "Its parameters are neither in the model's order nor in its reverse, and its state knows them by "
-                    "number: how stages would be put together cannot be seen.",
+                    f"Cannot save or load the state of {type(optimizer).__name__}: its parameters are not in order.",
+                    "They are neither in the model's order nor in its reverse, and the state has their numbers only: "
+                    "the states of stages cannot be combined.",
                     "give it parameters in the order of model.parameters().",
                 )
             found.append(sorted({number for part in parts for number in part}, reverse=not forth))
@@ -237,9 +246,9 @@ class StageParameters:
 
 
 def gather_states(group: ProcessGroup, mine: dict[str, Any], shelf: LocalPart | None = None) -> list[dict[str, Any]]:
-    """Return the dict of every rank on rank 0, and elsewhere only the own one.
+    """Return the dicts of all ranks on rank 0, and elsewhere only the own one.
 
-    With a shelf, tensors stay where they are, and a RemoteTensor stands for each.
+    With a shelf, tensors stay where they are, and a RemoteTensor replaces each.
     """
     if shelf is None:
         return gather_values(group, mine)

@@ -1,4 +1,4 @@
-"""Where a pipeline is cut, if a user gives an example: by the time that the layers take, as one process measures it."""
+"""Balance the stages of a pipeline by the time that layers take, which one process measures with an example batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class TimingExample(NamedTuple):
 
 
 def apply_times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh) -> None:
-    """Let each link of a cut cost the time that it takes the main process to go forward and backward through it.
+    """Set the cost of each link of a partition to the time of its forward and backward pass on the main process.
 
-    The whole model is on every process still. The others wait, and disturb nobody; only those that share the matrices
-    of the main process's layers compute along. What is measured there holds everywhere, so all cut alike. Weights,
-    buffers, gradients and random numbers are as before.
+    The whole model is still on every process. The others wait, except those that share the matrices of the main
+    process's layers, which compute them together. All processes use the times of the main process, so all get the same
+    partition. Weights, buffers, gradients and random numbers do not change.
 
-    Raises LoopError on every process if the model cannot be called with the example.
+    Raises:
+        LoopError: the model cannot be called with the example; on every process.
     """
     seconds: list[float] = []
     problem: Problem | None = None
@@ -51,7 +52,7 @@ def apply_times(cut: Partition, model: nn.Module, example: TimingExample, mesh: 
 
 
 def _times(cut: Partition, model: nn.Module, example: TimingExample, mesh: Mesh) -> list[float]:
-    from unisono.parallel.pipeline_parallel.fx_partition import FxPartition  # torch.fx: whoever cuts has it
+    from unisono.parallel.pipeline_parallel.fx_partition import FxPartition  # torch.fx, which only pipelines need
     from unisono.parallel.pipeline_parallel.layer_timing import clock_of, seconds_of_links, seconds_of_modules
 
     device = mesh.world.device
@@ -68,18 +69,25 @@ def _arguments(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, An
 
 
 def _not_callable(name: str, error: Exception) -> Problem:
-    why = (str(error) or "nothing more is said").splitlines()[0]
+    why = (str(error) or "it has no message").splitlines()[0]
     return Problem(
-        f"run.place was given an example, to cut a {name} by the time that its layers take.",
+        f"Cannot time the layers of {name} with the example of run.place.",
         f"The model cannot go forward and backward with it: {type(error).__name__}: {why}",
         "give a micro-batch as the data set's collate makes it: a tuple, of which the first part goes into the model, "
         "or a mapping by name. Without an example, stages are balanced by their parameters.",
     )
 
 
-def told(cut: Partition, begins: Sequence[int], *, named: bool) -> str:
-    """Where the model is cut, and how even that is: `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head
-    (52 %), by parameters`. `named`: did the user say where?"""
+def describe_stages(cut: Partition, begins: Sequence[int], *, named: bool) -> str:
+    """Return a line with the layers and the share of each stage.
+
+    For example `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head (52 %), by parameters`.
+
+    Args:
+        cut: the partition.
+        begins: the first link of each stage.
+        named: whether the user has chosen the split points.
+    """
     stages = []
     ends = [*begins[1:], len(cut.links)]
     for first, end, share in zip(begins, ends, cut.cost_shares(begins), strict=True):

@@ -1,7 +1,7 @@
 """How the parameters of a run are laid out: their order, which of them train, and the groups of each optimizer.
 
-A script may change this in the midst of a run (unfreeze a layer once, add a group to an optimizer), and a process that
-resumes or joins later does not come to that line again. So it is part of the saved state.
+A script may change this during a run (unfreeze a layer once, add a group to an optimizer), and a process that resumes
+or joins later does not execute that line again. So the layout is part of the saved state.
 
     saved           now, before the first step      after the resume
     head trains     head trains                     head trains
@@ -21,20 +21,21 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError
 
 Named = Callable[[], Mapping[str, torch.nn.Parameter]]
-"""The parameters of all placed models, by name ("0/encoder.weight"), in their order."""
+"""Returns the parameters of all placed models, by name ("0/encoder.weight"), in their order."""
 
 UNKNOWN = "?"
-"""A parameter of no placed model."""
+"""The name of a parameter that belongs to no placed model."""
 
 SORTED = "make layers and groups in a fixed order: for name in sorted(names), since a set has another order elsewhere."
 
 
 class ParameterLayout:
-    """The layout of a run, as one thing in a checkpoint.
+    """The layout of a run, as one entry of a checkpoint.
 
-    enabled     False: neither saved nor restored
-    optimizers  what is tracked and has groups of parameters, by name
-    whole       does this process hold all parameters (no pipeline, no several servers)? If not, nothing is saved
+    enabled     False: the layout is neither saved nor restored
+    optimizers  returns the tracked objects with groups of parameters, by name
+    whole       returns whether this process holds all parameters (no pipeline, at most one server); if not, nothing is
+                saved
     """
 
     enabled = True
@@ -42,10 +43,10 @@ class ParameterLayout:
     def __init__(self, named: Named, optimizers: Callable[[], Mapping[str, Any]], whole: Callable[[], bool]) -> None:
         self.named, self.optimizers, self.whole = named, optimizers, whole
         self._saved: Mapping[str, Any] = {}
-        self._began: set[str] | None = None  # what is frozen in a process that begins the loop
+        self._began: set[str] | None = None  # parameters that were frozen when this process began the loop
 
     def state_dict(self) -> dict[str, Any]:
-        """Names are joined to one text: there may be thousands, and buddies pack this after every step."""
+        """Return the layout. Names are joined to one text: there may be thousands, and replicas copy it every step."""
         if not (self.enabled and self.whole()):
             return {}
         named = self.named()
@@ -60,9 +61,14 @@ class ParameterLayout:
         self._saved = state if self.enabled else {}
 
     def apply(self) -> list[tuple[str, Any, Any]]:
-        """Before the first step: what was saved becomes so, except where the script begins otherwise than it did when
-        the state was saved. Returns what is not as it was saved: name, from, to. Raises CheckpointError if the
-        parameters have another order."""
+        """Restore the saved layout before the first step, unless the script itself has changed how it begins.
+
+        Returns:
+            (name, saved value, current value) of everything that differs from the saved layout.
+
+        Raises:
+            CheckpointError: the parameters have another order.
+        """
         named = self.named()
         if self._began is None:
             self._began = {name for name, p in named.items() if not p.requires_grad}
@@ -86,14 +92,17 @@ class ParameterLayout:
             return
         first, other = next((a, b) for a, b in zip(saved, now, strict=True) if a != b)
         raise CheckpointError(
-            "A run was to be resumed whose model has its parameters in another order.",
-            f"{_word(first)} stands where now {_word(other)} does.",
+            "Cannot resume: the model has its parameters in another order.",
+            f"The checkpoint has {_word(first)} where the model now has {_word(other)}.",
             SORTED,
         )
 
     def fit(self, name: str, optimizer: Any) -> None:
-        """Before a state is loaded into an optimizer: it is given the groups that were added in the midst of the run.
-        Raises CheckpointError if its parameters are not those that the state belongs to."""
+        """Add the groups that an optimizer got during the run, before its state is loaded.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
         saved = [_split(text) for text in self._saved.get("groups", {}).get(name, ())]
         if not saved or not self.whole():
             return
@@ -101,13 +110,16 @@ class ParameterLayout:
         common = min(len(saved), len(now))
         more = saved[len(now) :]
         if now[:common] != saved[:common] or len(now) > len(saved) or any(p not in named for of in more for p in of):
-            raise _misfit(name, optimizer, saved, now)
+            raise _mismatch_error(name, optimizer, saved, now)
         for of in more:
             optimizer.add_param_group({"params": [named[p] for p in of]})
 
     def check_alike(self, group: ProcessGroup) -> None:
-        """Is it the same on all processes? Each saves what it has of an optimizer by number. Raises CheckpointError on
-        all of them if not."""
+        """Check that all processes have the same layout, since each saves its part of an optimizer by number.
+
+        Raises:
+            CheckpointError: they differ; on every process.
+        """
         if group.size == 1 or not self.enabled:
             return
         mine = self.state_dict()
@@ -118,13 +130,13 @@ class ParameterLayout:
         what = next(key for key in ("names", "frozen", "groups", "began") if first.get(key) != other.get(key))
         words = {"names": "other parameters", "groups": "optimizers with other groups of parameters"}
         raise CheckpointError(
-            "A checkpoint was to be written.",
+            "Cannot write a checkpoint: processes have different parameters or optimizers.",
             f"Rank {rank} has {words.get(what, 'other parameters that train')} than rank 0.",
             f"freeze and build the same on every process; {SORTED}",
         )
 
     def _groups(self, optimizer: Any) -> list[str]:
-        """The names of each group's parameters."""
+        """Return the names of the parameters of each group, joined to one text."""
         names = {id(p): name for name, p in self.named().items()}
         return ["\n".join(names.get(id(p), UNKNOWN) for p in group["params"]) for group in optimizer.param_groups]
 
@@ -137,22 +149,23 @@ def _word(name: str) -> str:
     return name.partition("/")[2] or name
 
 
-def _misfit(name: str, optimizer: Any, saved: list[list[str]], now: list[list[str]]) -> CheckpointError:
-    asked = f"{name!r} ({type(optimizer).__name__}) was to be resumed."
+def _mismatch_error(name: str, optimizer: Any, saved: list[list[str]], now: list[list[str]]) -> CheckpointError:
+    """Return the error for a state of other groups of parameters than the optimizer has."""
+    error = f"Cannot load the state of {name!r} ({type(optimizer).__name__}): its parameters have changed."
     if sorted(p for of in saved for p in of) == sorted(p for of in now for p in of) and len(saved) == len(now):
         pairs = zip((p for of in saved for p in of), (p for of in now for p in of), strict=True)
         first, other = next((a, b) for a, b in pairs if a != b)
-        true = f"Its state does not fit: it has the same parameters in another order: {_word(first)} stands where now "
-        true += f"{_word(other)} does."
-        return CheckpointError(asked, true, SORTED)
+        facts = f"Its state does not fit: it has the same parameters in another order: {_word(first)} where the "
+        facts += f"optimizer now has {_word(other)}."
+        return CheckpointError(error, facts, SORTED)
     number = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
     counts = [len(groups[number]) if number < len(groups) else 0 for groups in (saved, now)]
-    true = f"Its state does not fit: its group {number} had {counts[0]} parameters when it was saved, and has "
-    true += f"{counts[1]} now"
+    facts = f"Its state does not fit: its group {number} had {counts[0]} parameters when it was saved, and has "
+    facts += f"{counts[1]} now"
     lost = [p for p in (saved[number] if number < len(saved) else []) if not (number < len(now) and p in now[number])]
-    true += f" ({_word(lost[0])} is not among them)." if lost else "."
+    facts += f" ({_word(lost[0])} is not among them)." if lost else "."
     return CheckpointError(
-        asked,
-        true,
+        error,
+        facts,
         "resume with the script that began the run: groups that it has added since come back by themselves.",
     )

@@ -11,13 +11,13 @@ from unisono.distributed.process_group import is_dtensor
 
 PLAIN = (type(None), bool, int, float, str)
 GROUPS = (list, tuple, set, frozenset, torch.Size)
-"""Of exactly these types: a type of the script's own would come back as one of them."""
+"""Portable containers. A subclass is not portable: it would be decoded as its base class."""
 
 DEPTH = 8
 
 
 def is_portable(value: Any, depth: int = DEPTH) -> bool:
-    """Can it be sent as it is?"""
+    """Return whether a value can be sent as it is, with containers nested up to `depth` levels."""
     if type(value) in PLAIN or isinstance(value, np.generic):
         return True
     if isinstance(value, torch.Tensor):
@@ -31,7 +31,7 @@ def is_portable(value: Any, depth: int = DEPTH) -> bool:
 
 
 def copied(value: Any) -> Any:
-    """A copy of a portable value, without a graph."""
+    """Return a copy of a portable value, detached from its graph."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:

@@ -67,6 +67,6 @@ class Progress:
         return self.step.number + 1
 
     def refuse_within_round(self, verb: str) -> None:
-        """Raise LoopError if a micro-batch is under way: `verb` is for all processes together."""
+        """Raise LoopError if a micro-batch is under way. All processes call `verb` together."""
         if self.step is not None:
             self.step.refuse_within_round(verb)

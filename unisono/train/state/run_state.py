@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from unisono.config import CheckpointSettings
 
 RANDOM = "random_numbers"
-"""What the generators of random numbers are called in a checkpoint. The run tracks them by itself."""
+"""The entry of a checkpoint with the generators of random numbers. The run tracks it by itself, like those below."""
 
 SCALE = "loss_scale"
-"""The same of what fp16 scales losses by."""
+"""The entry with the loss scale of fp16."""
 
 EXCHANGE = "exchange_state"
-"""The same of what exchanges carry from step to step."""
+"""The entry with the state that exchanges keep from step to step."""
 
 LAYOUT = "layout"
-"""The same of the parameters' order, which of them train, and the optimizers' groups."""
+"""The entry with the order of the parameters, which of them train, and the groups of optimizers."""
 
 ATTRIBUTES = "module_attributes"
-"""The same of what modules keep in Python attributes, and in buffers that their state_dict leaves out."""
+"""The entry with Python attributes of modules, and with buffers that their state_dict leaves out."""
 
 LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
-"""What torch's schedules call the number of steps that they were made for."""
+"""Attributes in which torch's schedules keep the number of steps that they were made for."""
 
 
 class DividedState(Protocol):
@@ -61,7 +61,7 @@ class DividedState(Protocol):
 
 
 class RunState:
-    """What `run.track` was given, and the checkpoint that this run goes on from, if any."""
+    """The objects that the script tracks, and the checkpoint from which this run resumes, if any."""
 
     def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
         self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
@@ -69,12 +69,12 @@ class RunState:
         self._place: Storage | None = None
         self.tracked: dict[str, Any] = {}
         self.stages: DividedState | None = None
-        """Who holds which parameter, if stages of a pipeline or servers hold some each."""
+        """Gathers and divides state, if pipeline stages or servers hold a part of the parameters each."""
         self.stretched: list[Any] = []
         self.own: Mapping[str, Mapping[str, Any]] = {}
-        """What this process's site had of its own, by name (local_sgd/sites.py): it counts more than what all had."""
+        """State of this process's site alone, by name (local_sgd/sites.py). It overrides the state of all sites."""
         self.changes: list[tuple[str, Any, Any]] = []
-        """What is not as it was saved, and why no bits are promised from here on: name, from, to."""
+        """(name, saved value, current value) of everything that differs from the checkpoint and changes bits."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
         self.saved_after: int | None = resumed.steps if resumed else None
         self.placed: Sequence[torch.nn.Module] = ()
@@ -96,15 +96,15 @@ class RunState:
         for name, thing in things.items():
             if name in self.tracked:
                 raise CheckpointError(
-                    f"run.track was given {name!r} twice.",
-                    "Each name is one thing in a checkpoint.",
+                    f"Cannot track two objects by the name {name!r}.",
+                    "Each name is one entry of a checkpoint.",
                     "rename one of them.",
                 )
             if isinstance(thing, dict):
                 thing = KeptState(thing)
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
                 raise CheckpointError(
-                    f"run.track was given {name!r}, a {type(thing).__name__}.",
+                    f"Cannot track {name!r}, a {type(thing).__name__}.",
                     "It has no state_dict() and load_state_dict().",
                     f"run.track({name}=kept), with kept = {{...}}, a dict that the loop changes; or give it both.",
                 )
@@ -113,7 +113,7 @@ class RunState:
                 self._restore(name, thing, self.resumed)
 
     def take(self, checkpoint: loading.Checkpoint) -> None:
-        """Everything that is tracked becomes what it is there, between two steps."""
+        """Load everything that is tracked from a checkpoint, between two steps."""
         for name, thing in self.tracked.items():
             self._restore(name, thing, checkpoint)
 
@@ -121,9 +121,9 @@ class RunState:
         if name not in checkpoint.states:
             there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES, LAYOUT}
             raise CheckpointError(
-                f"{name!r} was to be resumed from {checkpoint.path}.",
+                f"Cannot resume {name!r}: it is not in {checkpoint.path}.",
                 f"That holds {', '.join(sorted(there)) or 'nothing'}.",
-                "track the same names as the run that saved it, or start anew in another --run-dir.",
+                "track the same names as the run that saved it, or start a new run in another --run-dir.",
             )
         state = checkpoint.states[name]
         if name in self.own:
@@ -141,14 +141,17 @@ class RunState:
                 alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{name!r} ({type(thing).__name__}) was to be resumed from {checkpoint.path}.",
+                f"Cannot load the state of {name!r} ({type(thing).__name__}) from {checkpoint.path}.",
                 f"Its state does not fit: {error}",
-                "resume with the script that began the run, or start anew in another --run-dir.",
+                "resume with the script that began the run, or start a new run in another --run-dir.",
             ) from error
 
     def _with_its_length(self, name: str, schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The state that was saved, for a schedule that is now longer: its length is the script's to say, as with
-        `--resume --set steps=N`. Otherwise OneCycleLR would raise at its old end, and a cosine would climb again."""
+        """Return the saved state of a schedule, with the length that the schedule has now.
+
+        A script may make a schedule longer, as with `--resume --set steps=N`. With its old length OneCycleLR would
+        raise an error at its old end, and a cosine would rise again.
+        """
         new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
         if new and schedule not in self.stretched:
             self.stretched.append(schedule)
@@ -159,19 +162,21 @@ class RunState:
         return {**state, **new}
 
     def begin(self) -> None:
-        """Everything is loaded: what trained when it was saved trains now. Schedules that became longer say their
-        learning rates again: torch's own step multiplies the last rate, and one at 0 would stay there."""
+        """Restore the parameter layout once everything is loaded, and the learning rates of schedules made longer.
+
+        torch's schedules multiply the last learning rate, so one that has reached 0 would stay there.
+        """
         self.changes += self.layout.apply()
         for thing in self.tracked.values():
-            voice = _voice(thing)
-            if voice in self.stretched and hasattr(voice, "_get_closed_form_lr"):
-                voice._last_lr = thing._last_lr = voice._get_closed_form_lr()
-                for group, lr in zip(voice.optimizer.param_groups, voice._last_lr, strict=True):
+            active = _active_schedule(thing)
+            if active in self.stretched and hasattr(active, "_get_closed_form_lr"):
+                active._last_lr = thing._last_lr = active._get_closed_form_lr()
+                for group, lr in zip(active.optimizer.param_groups, active._last_lr, strict=True):
                     group["lr"] = lr
         self.stretched = []
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
-        """After a step it is known what a checkpoint must hold: refuse to go on if something was forgotten."""
+        """Raise CheckpointError if a placed model, an optimizer or a schedule that was stepped is not tracked."""
         covered = {id(t) for model in self.models.values() for t in (*model.parameters(), *model.buffers())}
         forgotten = [m for m in placed if any(id(t) not in covered for t in (*m.parameters(), *m.buffers()))]
         forgotten += [
@@ -180,7 +185,7 @@ class RunState:
         missing = set(self.resumed.states) - set(self.tracked) if self.resumed else set()
         if missing:
             raise CheckpointError(
-                f"The run resumed from {self.resumed.path if self.resumed else ''}.",
+                f"Cannot resume all of {self.resumed.path if self.resumed else ''}.",
                 f"It holds {', '.join(sorted(missing))} as well, which this run does not track.",
                 "track the same names as the run that saved it.",
             )
@@ -188,58 +193,72 @@ class RunState:
             names = [type(thing).__name__ for thing in forgotten]
             words = ", ".join(f"{_word(thing)}=..." for thing in forgotten)
             raise CheckpointError(
-                "A step is done, and its state was to be checked for the checkpoints.",
+                "The state of the run is not tracked completely.",
                 f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} part of it but not tracked: "
-                "a resume would silently start that anew.",
+                "a resume would silently begin with a new one.",
                 f"run.track({words}) before the loop.",
             )
 
     def check_length(self, length: int | str, accepted: Sequence[str]) -> list[dict[str, Any]]:
-        """The training data has so many samples now: what changes if that is another number than at the beginning."""
+        """Return the change of mathematics if the number of samples differs from that at the beginning of the run.
+
+        Raises:
+            SettingsError: it differs, and `accepted` does not contain "length".
+        """
         before = self.resumed.about["identity"].get("length", length) if self.resumed else length
         if before == length:
             return []
         if "length" not in accepted:
             raise SettingsError(
-                f"The run was to be resumed with {length} samples of training data.",
-                f"It was begun with {before}, and the order of all samples depends on it.",
+                f"Cannot resume with {length} samples of training data.",
+                f"The run was begun with {before}, and the order of all samples depends on it.",
                 "resume with the same data set, or add --accept-change length.",
             )
         return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
 
     def check_exchange(self, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
-        """The script's own exchange is called `name` ("none": it has none): what changes if it was another one."""
+        """Return the change of mathematics if the script's own exchange is another one than at the beginning.
+
+        Args:
+            name: of the exchange; "none": the script has none.
+            accepted: changes that the user accepts.
+
+        Raises:
+            SettingsError: it differs, and `accepted` does not contain "exchange".
+        """
         before = self.resumed.about["identity"].get("own exchange", "none") if self.resumed else name
         if before == name:
             return []
         if "exchange" not in accepted:
             raise SettingsError(
-                f"The run was to be resumed with exchange={name} in run.steps.",
-                f"It was begun with {before}, and the result depends on how gradients meet.",
+                f"Cannot resume with exchange={name} in run.steps.",
+                f"The run was begun with {before}, and the result depends on how gradients are exchanged.",
                 "resume with the same exchange, or add --accept-change exchange.",
             )
         return [{"step": self.saved_after or 0, "field": "exchange", "from": before, "to": name}]
 
     def check_ties(self, ties: str) -> list[dict[str, Any]]:
-        """What stages of a pipeline share now: as with another layout, it is another way to the same, to rounding."""
+        """Return the change of mathematics if pipeline stages share other parameters now. It affects rounding only."""
         before = self.resumed.about["identity"].get("ties", "none") if self.resumed else ties
         return [{"step": self.saved_after or 0, "field": "ties", "from": before, "to": ties}] if before != ties else []
 
     def seal(self, *, half_done: bool) -> None:
-        """The loop is being left with break; `half_done`: in the middle of a step. What the script does from here on is
-        no part of the training, but a checkpoint is written only when the script returns."""
+        """Record the state when the loop is left with break; `half_done`: in the middle of a step.
+
+        The last checkpoint is written when the script returns, and must not hold what the script changes until then.
+        """
         self._sealed = (half_done, self._weights())
         self.tracked[RANDOM].hold()
 
     def touched_since_break(self, *, one_stream: bool) -> str:
-        """Why the state is not what the last step left behind, in words; "" if it is."""
+        """Describe why the state differs from that after the last step; "": it does not."""
         if self._sealed is None:
-            return "something nobody saw: the loop was left behind"
+            return "an unknown one: the loop was left without being closed"
         half_done, weights = self._sealed
         if half_done and one_stream:  # its random numbers are drawn
             return "that of a step which was left half done"
         if [(id(t), seen) for t, seen in weights] != [(id(t), seen) for t, seen in self._weights()]:
-            return "what the script made of the weights after its loop"
+            return "one with weights that the script changed after its loop"
         return ""
 
     def _weights(self) -> list[tuple[torch.Tensor, int]]:
@@ -247,10 +266,14 @@ class RunState:
 
     # -- saving
 
-    def save(self, steps: int, about: dict[str, Any], how: CheckpointSettings, *, beside: bool = False) -> None:
-        """Save what is there after `steps` steps. Every process must call it; all raise if it cannot be saved.
+    def save(self, steps: int, about: dict[str, Any], how: CheckpointSettings, *, in_background: bool = False) -> None:
+        """Save the state after `steps` steps. All processes call this; all raise if it cannot be saved.
 
-        beside  return when everything is copied, and write beside what comes next, if the settings allow that
+        Args:
+            steps: number of steps that are done.
+            about: further entries of the checkpoint.
+            how: the settings.
+            in_background: return when everything is copied, and write later, if the settings allow that.
         """
         with phases.phase("checkpoint"):
             self.settle()  # before anything is copied: there is one memory, and one writer
@@ -259,24 +282,24 @@ class RunState:
             tensors = TensorTable(keeps_whole=main, part_of=partial(local_part, mesh=self.mesh))
             states = self._parts(tensors)
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
-            keep, wait = (how.keep, how.keep_every), not (beside and how.async_save)
-            if self._place is None:  # the first one: nothing more will be read of what the run goes on from
+            keep, wait = (how.keep, how.keep_every), not (in_background and how.async_save)
+            if self._place is None:  # the first checkpoint: the one that the run resumed from is no longer read
                 self._place = storage_of(self.run_dir)
                 loading.release(self.resumed.path) if self.resumed is not None else None
             self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
 
     def settle(self) -> None:
-        """What is being written beside the steps is written; all raise if it could not be. Every process calls it."""
+        """Wait until the checkpoint in the background is written. All processes call this; all raise if it fails."""
         with phases.phase("checkpoint"):
             if not self.saver.settle():
                 self.saved_after = None
 
     def _parts(self, tensors: TensorTable) -> dict[str, Any]:
-        """The states of all that is tracked, by name. What lies over several processes does so here as well."""
+        """Return the states of everything that is tracked, by name. Sharded tensors stay sharded."""
         stages = self.stages
         found = {name: thing.state_dict() for name, thing in self.tracked.items()}
-        if stages is not None:  # one that is divided as well is whole on the first process of those that share it
+        if stages is not None:  # the first process of those that share a stage gathers it
             states = {name: gather_state(state, keep=stages.speaks) for name, state in found.items()}
         else:
             states = {name: simple(state, self.mesh) for name, state in found.items()}
@@ -288,7 +311,7 @@ class RunState:
         return states
 
     def _whole(self, things: Mapping[str, Any]) -> dict[str, Any]:
-        """Their states by name: whole on the main process, together with the others."""
+        """Return the states of these objects by name, whole on the main process. All processes call this."""
         states = {
             name: gather_state(thing.state_dict(), keep=self.group.rank == 0 or self.stages is not None)
             for name, thing in things.items()
@@ -300,22 +323,22 @@ class RunState:
         return states
 
     def fingerprint(self) -> str:
-        """sha256 over the tracked models' weights and buffers. All processes must call this together."""
-        parted = self.stages is not None or any(
+        """Return the SHA-256 of the weights and buffers of tracked models. All processes call this together."""
+        divided = self.stages is not None or any(
             is_dtensor(p) for model in self.models.values() for p in model.parameters()
         )
-        if self.stages is None and parted:  # one tensor after the other is whole, and then forgotten
+        if self.stages is None and divided:  # gathers one tensor at a time, to save memory
             found = loading.fingerprint_of(
                 {name: tied(model.state_dict(), model) for name, model in self.models.items()},
                 lambda tensor: gather_state(tensor, keep=self.group.rank == 0),
             )
         else:
             found = loading.fingerprint_of(self._whole(self.models))
-        return str(self.group.broadcast_object(found)) if parted else found
+        return str(self.group.broadcast_object(found)) if divided else found
 
 
 class KeptState:
-    """A dict of plain values that the loop changes: the best loss so far, since when, what was seen."""
+    """A dict of plain values that the loop changes, such as the best loss so far."""
 
     def __init__(self, values: dict[Any, Any]) -> None:
         self.values = values
@@ -329,8 +352,11 @@ class KeptState:
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """torch loads an optimizer's floating-point state in the dtype of its parameter; what was saved in float32 beside a
-    parameter in bfloat16 (NAdam's mu_product, or a state of one's own) would lose bits."""
+    """Restore the dtypes of an optimizer's saved state.
+
+    torch loads floating-point state in the dtype of its parameter. State in float32 of a parameter in bfloat16 (NAdam's
+    mu_product, or that of a custom optimizer) would lose bits.
+    """
     loaded = optimizer.state_dict()["state"]
     for number, values in saved["state"].items():
         for name, value in values.items():
@@ -339,8 +365,8 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> N
                 loaded[number][name] = value.to(now.device, copy=True)
 
 
-def _voice(schedule: Any) -> Any:
-    """The schedule that says the learning rate at this moment: within a SequentialLR, the one whose turn it is."""
+def _active_schedule(schedule: Any) -> Any:
+    """Return the schedule that sets the learning rate now: the active one of a SequentialLR."""
     while isinstance(schedule, torch.optim.lr_scheduler.SequentialLR):
         schedule = schedule._schedulers[bisect_right(schedule._milestones, schedule.last_epoch)]
     return schedule

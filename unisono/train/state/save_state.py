@@ -33,7 +33,8 @@ def save_checkpoint(
             changes = [*progress.changes, *more_changes]
             about = {"identity": context.identity, "changes": changes, "promise": promise(context)}
             with context.loop.as_one([*models.modules, *models.tracked]):
-                context.state.save(progress.steps_done, about, context.settings.checkpoint, beside=in_background)
+                checkpoint = context.settings.checkpoint
+                context.state.save(progress.steps_done, about, checkpoint, in_background=in_background)
 
 
 def finish_saving(context: RunContext) -> None:
