@@ -96,8 +96,8 @@ def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Comman
         os.kill(pid(command, rank), signal.SIGKILL)
     ended = command.end(running)
     assert ended.status == 1
-    assert "No worker is left (died: rank 1 and 2" in ended.err
-    assert ended.last == "  Next: look at their logs; then start the same command with --resume."
+    assert "Died: rank 1 and 2." in ended.err
+    assert ended.last == "  Next: read their logs; then start the same command with --resume."
     done = len(updates(command))  # the death may come between an update and the line that reports it
     saved = [int(path.name.removeprefix("step-")) for path in (command.folder / "out" / "checkpoints").glob("step-*")]
     assert max(saved) in (done - 1, done, done + 1)

@@ -88,7 +88,7 @@ def test_two_replicas_have_no_majority(tmp_path: Path) -> None:
     one, other = (rank["two"] for rank in run_ranks(train_with_faults, 2, tmp_path, cases, 0))
     assert one == other
     assert "Ranks 0 and 1 hold different values of weight, and no majority says which is right (1 of 2" in one
-    assert "So nobody can be healed." in one
+    assert "So no rank can be repaired." in one
 
 
 @pytest.mark.slow

@@ -332,8 +332,8 @@ def evaluate_on_one(run: Run[Settings], step: Any, model: nn.Module) -> None:
 
 def test_collective_on_only_one_site_raises_on_all(tmp_path: Path) -> None:
     ranks = run_ranks(train_run, 2, tmp_path, settings(), {"at": evaluate_on_one})
-    assert "Site 0 came to a step, which all 2 sites do together" in ranks[0]
-    assert "Site 1 came to run.evaluate" in ranks[1]
+    assert "Site 0 reached a step, which all 2 sites do together" in ranks[0]
+    assert "Site 1 reached run.evaluate" in ranks[1]
     for rank in ranks:
         assert "site 0 at a step and site 1 at run.evaluate" in rank
 
@@ -346,7 +346,7 @@ def set_infinite(run: Run[Settings], step: Any, model: nn.Module) -> None:
 
 def test_site_of_infinite_weights_is_named(tmp_path: Path) -> None:
     for rank in run_ranks(train_run, 2, tmp_path, settings(), {"at": set_infinite}):
-        assert "The sites met after step 3.\n  Site 1 of 2 has weights that are not finite." in rank
+        assert "after step 3: weights are not finite.\n  Site 1 of 2 has weights that are not finite." in rank
 
 
 def test_more_fragments_than_parameters_are_refused(tmp_path: Path) -> None:

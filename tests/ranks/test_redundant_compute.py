@@ -77,7 +77,7 @@ def test_three_processes_vote(tmp_path: Path) -> None:
     }
     by_rank = run_ranks(train_audited, 3, tmp_path, cases, 2)
     once = common_error(by_rank, "once")
-    assert "Step 3's virtual rank 3 was computed on ranks 2, 0 and 1, and compared." in once
+    assert "Virtual rank 3 of step 3 has different gradients on ranks 2, 0 and 1." in once
     assert "Rank 2 made another gradient than ranks 0 and 1, first of weight: " in once
     assert "(2 of 2 tensors)" in once
     assert "Rank 2 made another gradient than ranks 0 and 1, first of weight: " in common_error(by_rank, "always")
@@ -92,7 +92,7 @@ def test_two_processes_compute_again(tmp_path: Path) -> None:
     }
     by_rank = run_ranks(train_audited, 2, tmp_path, cases, 0)
     assert "Rank 0 made another gradient than rank 1, first of weight: " in common_error(by_rank, "once")
-    assert "Ranks 1 and 0 made the same again, each its own: nobody knows which is right." in common_error(
+    assert "Ranks 1 and 0 each repeat their own result, so it is unknown which is right." in common_error(
         by_rank, "always"
     )
 

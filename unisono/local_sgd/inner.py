@@ -48,10 +48,10 @@ class InnerExchange(ExchangeWrapper):
             self.tree, self.first = TreeExchange(self.params, last - first, self.group), first
         if (first, last) != (self.first, self.first + self.tree.virtual_ranks):
             raise LoopError(
-                "Virtual ranks were dealt to the processes anew.",
+                "The virtual ranks of a site have changed.",
                 f"This site has the virtual ranks {self.first} to {self.first + self.tree.virtual_ranks - 1}, and was "
                 f"given {first} to {last - 1}: what belongs to which site is part of the mathematics.",
-                "deal them within each site.",
+                "assign them within each site.",
             )
         self.tree.begin([(a - first, b - first) for a, b in ours], {v - first: n for v, n in pieces.items()}, weights)
 

@@ -45,7 +45,7 @@ class ModelFragment:
         self.sent = self.due = 0
 
     def add(self, name: str, p: torch.nn.Parameter, anchor: torch.Tensor, velocity: torch.Tensor | None) -> None:
-        """One more parameter, which was at `anchor` when the sites last met."""
+        """Add a parameter, with its value at the last synchronization of the sites."""
         self.names.append(name)
         self.params.append(p)
         self.anchors.append(as_real(anchor).to(p.device, copy=True))
@@ -55,7 +55,7 @@ class ModelFragment:
         self.left.clear()  # the rows are longer now
 
     def named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What there is of each parameter, or of the first ones, by its name."""
+        """Return these tensors, one for each parameter or for the first ones, by name."""
         return dict(zip(self.names, tensors, strict=False))
 
     @property
@@ -65,26 +65,26 @@ class ModelFragment:
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of the rows."""
+        """The dtypes of the rows."""
         return kinds(self.anchors)
 
     def pseudo_gradients(self) -> list[torch.Tensor]:
-        """How far this site has come since the sites last met, backwards: a row for each dtype. They are to be sent."""
+        """Return the rows to send, one for each dtype: anchors minus the weights of this site."""
         self.sent = len(self.params)
         return concatenate([a - as_real(p) for a, p in zip(self.anchors, self.params, strict=True)], self.device)
 
     def residuals(self, rows: Sequence[torch.Tensor], site: ProcessGroup) -> list[torch.Tensor]:
-        """What quantising has lost so far."""
+        """Return the residuals of quantization."""
         if not self.left:
             self.left += [torch.zeros_like(chunk_of(row, site)) for row in rows]
         return self.left
 
     def whole_left(self, site: ProcessGroup) -> list[torch.Tensor]:
-        """The same of all processes of the site, who call this together. Padded to whole chunks."""
+        """Return the residuals of all processes of the site, padded to whole chunks. All of them call this."""
         return [together(chunk, site) for chunk in self.left]
 
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
-        """The outer step. `keep`: how much of this site's own weights stays."""
+        """Make the outer step; `keep`: the share of this site's own weights that stays."""
         with torch.no_grad():
             ways = unflatten(gradient, self.sent_anchors)
             for v, g in zip(self.velocities, ways, strict=False):
@@ -96,7 +96,7 @@ class ModelFragment:
 
 
 def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The numbers of these parameters in `count` stretches, none empty, of about as many elements each."""
+    """Divide parameter numbers into `count` contiguous fragments, none empty, of about equal numbers of elements."""
     stretches: list[list[int]] = [[]]
     done = 0
     for number, size in enumerate(sizes):
@@ -110,12 +110,12 @@ def fragments_of(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def kinds(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
-    """Their dtypes, each once, in an order that every process has."""
+    """Return the dtypes of tensors, each once, in the same order on every process."""
     return sorted({tensor.dtype for tensor in tensors}, key=str)
 
 
 def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Tensors side by side: a row [elements] for each dtype, in the order of `kinds`."""
+    """Concatenate tensors to a row [elements] for each dtype, in the order of `kinds`."""
     return [
         torch.cat([t.reshape(-1).to(device) for t in tensors if t.dtype == dtype]).contiguous()
         for dtype in kinds(tensors)
@@ -123,7 +123,7 @@ def concatenate(tensors: Sequence[torch.Tensor], device: torch.device) -> list[t
 
 
 def unflatten(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Such rows as tensors again, as `like` were."""
+    """Split such rows into tensors with the shapes of `like`."""
     streams: Mapping[torch.dtype, list[torch.Tensor]] = {
         dtype: list(row.split([t.numel() for t in like if t.dtype == dtype]))
         for dtype, row in zip(kinds(like), rows, strict=True)
@@ -132,12 +132,14 @@ def unflatten(rows: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> lis
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """What is in a tensor of floating-point or complex numbers, as real ones in float32 at least."""
+    """Return the values of a floating-point or complex tensor as real numbers, in float32 at least."""
     numbers = _numbers(tensor)
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory as real numbers. (.data has a version of its own: what a meeting writes there is not taken for
-    the script's doing.)"""
+    """Return a view of a tensor as real numbers.
+
+    `.data` has a version counter of its own, so no check takes the writes of a synchronization for those of the script.
+    """
     return torch.view_as_real(tensor.data) if tensor.is_complex() else tensor.data

@@ -85,7 +85,7 @@ class SiteTransport:
         self.site, self.across, self.sent = site, across, 0
 
     def tell(self, words: Sequence[float]) -> list[list[float]]:
-        """The words of every site, which all have the same number of them."""
+        """Exchange numbers, and return those of every site. All sites send equally many."""
         return self.send(words, [], 32).heard()
 
     def send(
@@ -95,11 +95,14 @@ class SiteTransport:
         bits: int,
         left: Sequence[torch.Tensor] = (),
     ) -> PendingExchange:
-        """Words and rows [any length] to all other sites.
+        """Send numbers and rows to all other sites.
 
-        bits  of each number on its way
-        left  our chunk of what was lost of every row before (`chunk_of`), which is sent too; what is lost now takes its
-              place. Nothing: nothing is made up for
+        Args:
+            words: a few numbers.
+            rows: tensors [any length].
+            bits: number of bits with which each number of a row is sent.
+            left: this process's chunk of the residual of every row (`chunk_of`), which is added to the row, and
+                replaced by the new residual; empty: residuals are dropped.
         """
         codes = []
         for i, row in enumerate(rows):
@@ -110,13 +113,13 @@ class SiteTransport:
             if left:
                 left[i].copy_(chunk - decode_row(codes[-1], bits, chunk.dtype))
             self.sent += (self.across.size - 1) * self.site.size * row_bytes(len(chunk), bits, chunk.dtype)
-        told = torch.tensor(words, dtype=torch.float64, device=self.site.device)
-        self.sent += (self.across.size - 1) * self.site.size * told.nbytes
-        return PendingExchange(self.site, self.across, told, codes, [len(row) for row in rows], bits)
+        header = torch.tensor(words, dtype=torch.float64, device=self.site.device)
+        self.sent += (self.across.size - 1) * self.site.size * header.nbytes
+        return PendingExchange(self.site, self.across, header, codes, [len(row) for row in rows], bits)
 
 
 def chunk_of(row: torch.Tensor, site: ProcessGroup) -> torch.Tensor:
-    """A copy of the chunk of a row that this process of a site sends: whole blocks, with zeros behind the row's end."""
+    """Return a copy of the chunk of a row that this process of a site sends: whole blocks, padded with zeros."""
     blocks = -(-len(row) // BLOCK)
     length = max(1, -(-blocks // site.size)) * BLOCK
     chunk = row.new_zeros(length)
@@ -126,7 +129,7 @@ def chunk_of(row: torch.Tensor, site: ProcessGroup) -> torch.Tensor:
 
 
 def together(chunk: torch.Tensor, site: ProcessGroup) -> torch.Tensor:
-    """The row, with zeros behind its end, from the chunks of all processes of a site."""
+    """Gather the chunks of all processes of a site to a row, padded with zeros."""
     if site.size == 1:
         return chunk
     row = chunk.new_empty(site.size * len(chunk))

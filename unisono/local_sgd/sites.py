@@ -86,7 +86,7 @@ class LocalSGD:
     # -- from step to step
 
     def begin(self, sync: GradientSync) -> None:
-        """The loop begins."""
+        """Begin the loop."""
         progress, note = self.context.progress, self.context.monitor.note
         done = self.met = progress.steps_done
         every, apart = self.settings.checkpoint.every, self.local.sync_every
@@ -99,7 +99,7 @@ class LocalSGD:
             self._split(sync)
 
     def after(self, sync: GradientSync, step: StepState) -> SyncPoint | None:
-        """A step is done: synchronize the sites, if they are due. None: they are not synchronized."""
+        """Synchronize the sites after a step, if that is due. None: they are not synchronized."""
         progress_agreed = self.context.progress.agreed
         done, before, self._last = step.number + 1, self.met, step
         if not self.is_split:
@@ -130,7 +130,7 @@ class LocalSGD:
         if smallest < self.local.sites and last >= order.steps_per_epoch:
             better = next(b for b in range(order.batch, 0, -1) if not 0 < order.length % b < self.local.sites)
             raise LoopError(
-                f"{self.local.sites} sites were to train by themselves.",
+                f"The last batch of an epoch has fewer samples than there are sites ({self.local.sites}).",
                 f"The last step of every epoch of {order.length} samples has {smallest} of them: not one for every "
                 "site.",
                 f"--set batch={better}, or more data.",
@@ -157,7 +157,7 @@ class LocalSGD:
         count = len(self.fragments)
         if not known and len(named) < count:
             raise LoopError(
-                f"The model was to meet in {plural(count, 'fragment')}.",
+                f"Cannot divide the model into {plural(count, 'fragment')}.",
                 f"It has {plural(len(named), 'parameter')} that train.",
                 f"--set local_sgd.num_fragments={len(named)}",
             )
@@ -199,7 +199,7 @@ class LocalSGD:
         broken = [site for site, said in enumerate(words) if not said[4]]
         if broken:
             raise LoopError(
-                f"The sites met after step {int(words[0][1])}.",
+                f"Cannot synchronize the sites after step {int(words[0][1])}: weights are not finite.",
                 f"Site {broken[0]} of {len(words)} has weights that are not finite.",
                 "lower the learning rate, or clip (--set clip=1.0).",
             )
@@ -216,7 +216,7 @@ class LocalSGD:
         if set(doing) != {verb}:
             others = " and ".join(f"site {site} at {other}" for site, other in enumerate(doing))
             raise LoopError(
-                f"Site {self.number} came to {verb}, which all {len(words)} sites do together.",
+                f"Site {self.number} reached {verb}, which all {len(words)} sites do together.",
                 f"They are not in the same place: {others}.",
                 "call the verbs of the run in every site. Between two meetings step.loss and what follows from it are "
                 "a site's own: decide by the number of the step, and end with run.stop().",

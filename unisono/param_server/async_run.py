@@ -87,7 +87,7 @@ class AsyncServerLoop(SyncLoop):
     def check_collective(self) -> None:
         if self._has_begun:
             raise LoopError(
-                "A verb of run.collectives was called.",
+                "run.collectives cannot be used in the loop of asynchronous servers.",
                 "With exchange=server and server.staleness above 0 no two processes meet once the loop has begun.",
                 "call it before the loop, or --set server.staleness=0.",
             )
@@ -141,7 +141,7 @@ class AsyncServerLoop(SyncLoop):
         strange = [m for m in context.state.models.values() if any(id(p) not in placed for p in m.parameters())]
         if strange and self.crew.servers > 1:
             raise LoopError(
-                f"run.track was given a {type(strange[0]).__name__} that was not placed.",
+                f"Cannot track a {type(strange[0]).__name__} that was not placed.",
                 f"With server.count={self.crew.servers} and server.staleness above 0 no process has all parameters "
                 "after every update, so an average of them would be one of old ones.",
                 "--set server.count=1, or --set server.staleness=0.",

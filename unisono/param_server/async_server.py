@@ -57,15 +57,15 @@ class ServerRole(Protocol):
         ...
 
     def updated(self, step: StepState) -> None:
-        """The update is made."""
+        """Send the results of an update that is complete."""
         ...
 
     def register(self) -> None:
-        """Exchanges were closed, or an exchange was built."""
+        """Register state after exchanges were closed or built."""
         ...
 
     def end(self) -> None:
-        """All updates are made."""
+        """End after the last update."""
         ...
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class ServerSync:
         return gradient
 
     def begin(self, step: StepState, gradient: GradientPass, assignment: Assignment) -> None:
-        """A step begins: there is nothing to compute."""
+        """Do nothing: a server computes no micro-batches."""
 
     def synchronize(self, step: StepState, gradient: GradientPass) -> None:
         """Wait for the next gradient."""
@@ -136,7 +136,7 @@ class ServerSync:
         step.totals = Totals({name: (total, weight) for name, (total, weight) in about["sums"].items()}, {}, [], [])
 
     def commit(self, step: StepState, gradient: GradientPass) -> None:
-        """The gradient is here: seed for what comes after the rounds."""
+        """Seed the generators for the code after the rounds."""
         seed_everything(mix(self._key, step.number), self._accelerator)
         step.sums = step.totals.sums
 
@@ -192,7 +192,7 @@ class FirstServer:
             self._exchange_states.register("ledger", self.ledger)  # type: ignore[arg-type]  # it has a state, too
 
     def updated(self, step: StepState) -> None:
-        """The update is made: send its worker what came of it, whatever the loop does now."""
+        """Send the new parameters to the worker of this update, before the loop continues."""
         assert self._now is not None
         worker, self._now = self._now, None
         self.ledger.use(worker)
@@ -345,9 +345,9 @@ class FirstServer:
         self._save()
         died = " and ".join(map(str, sorted(self.lost))) or "none"
         raise WorldError(
-            f"Step {step.number} waited for a gradient.",
-            f"No worker is left (died: rank {died}; the others have left). What was learned is saved.",
-            "look at their logs; then start the same command with --resume.",
+            f"No worker is left to compute step {step.number}.",
+            f"Died: rank {died}. The others have left. The state of the run is saved.",
+            "read their logs; then start the same command with --resume.",
         )
 
 
@@ -370,7 +370,7 @@ class Follower:
         self._is_open = True
 
     def register(self) -> None:
-        """The first server keeps the ledger."""
+        """Do nothing: the first server keeps the ledger."""
 
     def next(self, step: StepState) -> Message:
         """Return the gradient that the first server says is next."""
@@ -379,7 +379,7 @@ class Follower:
         return message
 
     def updated(self, step: StepState) -> None:
-        """The first server says what comes next."""
+        """Do nothing: the first server decides what comes next."""
 
     def end(self) -> None:
         """All updates are made: the first server still gets what was made of them."""
@@ -425,7 +425,7 @@ class Follower:
 def lost(server: int) -> PeerLostError:
     """Return the error for a server that is gone."""
     return PeerLostError(
-        f"The server on rank {server} was asked for what it holds.",
-        "It is gone, and nobody else has the state of its optimizer.",
-        "look at its log; then start the same command with --resume.",
+        f"The server on rank {server} is gone.",
+        "No other process has the state of its optimizer.",
+        "read its log; then start the same command with --resume.",
     )

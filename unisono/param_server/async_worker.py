@@ -22,7 +22,7 @@ def refuse_passes(optimizers: Sequence[Any] | None) -> None:
     """Raise LoopError for a pass over some parameters: a step is one gradient here."""
     if optimizers is not None:
         raise LoopError(
-            "step.over was asked for a pass.",
+            "step.over is not possible with asynchronous servers.",
             "With exchange=server and server.staleness above 0 a step is one gradient and one update.",
             "add the losses up in one pass, or --set server.staleness=0.",
         )
@@ -76,7 +76,7 @@ class Worker:
 
     @property
     def has_message(self) -> bool:
-        """Whether the first server has sent something unasked: the run is over, or the server is gone."""
+        """Whether the first server has sent a message without a request: the run is over, or the server is gone."""
         return self.links[0].has_word()
 
     def close(self) -> None:

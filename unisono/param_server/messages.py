@@ -113,6 +113,6 @@ class ParameterMessages:
     def _grown(self, server: int, worker: int) -> LoopError:
         return LoopError(
             "A model has grown between two steps.",
-            f"The server has {server} parameters, and a worker {worker}: without steps in common, nobody knows when.",
+            f"The server has {server} parameters, and a worker {worker}: without common steps, the time is unknown.",
             "--set server.staleness=0, or --set exchange=tree.",
         )

@@ -92,7 +92,7 @@ class ParameterServerExchange(TreeExchange):
         self._stepped = True
 
     def zero(self) -> None:
-        """The optimizers have stepped: everybody gets the parameters from who holds them."""
+        """Send the parameters from the servers that hold them to all processes, after the optimizers have stepped."""
         super().zero()
         stepped, self._stepped = self._stepped, False
         if stepped and self.crew is not None:
@@ -140,7 +140,7 @@ class PushTransport:
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """From now on partial sums are dealt like this."""
+        """Use another plan of partial sums from now on."""
         self.plan, layout, crew = plan, self.layout, self.crew
         self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
         self.additions = plan.additions()
@@ -151,7 +151,7 @@ class PushTransport:
                 self.room[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
 
     def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
-        """The weights are known when the step divides: all processes have them from its table."""
+        """Begin a step. The weights are not needed: all processes have them when the step divides."""
         self.works: list[Work] = []
         self.kept: list[torch.Tensor] = []  # until it is sent
         self.coming: deque[_PendingPush] = deque()
@@ -181,7 +181,7 @@ class PushTransport:
         self.coming.append(_PendingPush(parts, result.flats[bucket].data, works))
 
     def finish(self) -> None:
-        """Everything of ours is sent, and what we hold is added up."""
+        """Wait until everything is sent, and add up what this server holds."""
         while self.coming:
             self._add_up(self.coming.popleft())
         wait_for(self.works)

@@ -54,8 +54,8 @@ def refuse_foreign(things: Iterable[Any], servers: int) -> None:
     for thing in things:
         if servers > 1 and hasattr(thing, "param_groups") and not isinstance(thing, torch.optim.Optimizer):
             raise LoopError(
-                f"run.track was given a {type(thing).__name__}.",
-                f"It is no torch.optim.Optimizer, and with server.count={servers} its state would lie on several "
-                "servers, in a way that nobody can put together.",
+                f"Cannot track a {type(thing).__name__} with several servers.",
+                f"It is no torch.optim.Optimizer, and with server.count={servers} its state would be on several "
+                "servers, and could not be gathered.",
                 "let it inherit from torch.optim.Optimizer, or --set server.count=1.",
             )

@@ -157,8 +157,8 @@ def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, TcpL
             connection, _ = door.accept()
         except TimeoutError as error:
             raise WorldError(
-                f"A server waited for {len(expected)} processes.",
-                f"Rank {min(expected)} has not come within {MEET_SECONDS:g} seconds.",
+                f"{len(expected)} processes did not connect to a server.",
+                f"Rank {min(expected)} has not connected within {MEET_SECONDS:g} seconds.",
                 "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
             ) from error
         connection.settimeout(TRY_SECONDS)
@@ -184,8 +184,8 @@ def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
                 error = caught
         time.sleep(0.1)
     raise WorldError(
-        f"Rank {rank} was to connect to the server on rank {server}.",
-        f"It is not to be reached at {' or '.join(about['addresses'])}, port {about['port']}: {error}",
+        f"Rank {rank} cannot connect to the server on rank {server}.",
+        f"It is not reachable at {' or '.join(about['addresses'])}, port {about['port']}: {error}",
         "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
     ) from error
 

@@ -32,7 +32,7 @@ class BitDifference(NamedTuple):
 
 
 def bit_difference(mine: torch.Tensor, right: torch.Tensor) -> BitDifference | None:
-    """How `mine` differs from `right`, of the same shape and kind; None: it does not. No complex numbers."""
+    """Return how `mine` differs from `right`, of the same shape and dtype (not complex); None: it does not."""
     size = mine.element_size()
     one, other = (as_bytes(to_local(t.detach())).cpu().view(-1, size) for t in (mine, right))
     differs = (one != other).any(1)

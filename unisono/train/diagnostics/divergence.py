@@ -55,11 +55,11 @@ class Difference(NamedTuple):
         kind, name = self.of
         what, wrong = f"gradient of {name}" if kind == "gradient" else name, self.verdict.wrong
         if self.verdict.right is None:
-            who = f"{named(self.ranks)} hold different values of {what}, and no majority says which is right"
+            text = f"{named(self.ranks)} hold different values of {what}, and no majority says which is right"
         else:
             others = len(self.ranks) - len(wrong)
-            who = f"{named(wrong)} {'holds' if len(wrong) == 1 else 'hold'} another {what} than the {others} others"
-        return f"{who} ({self.tensors} of {plural(self.all, 'tensor')})"
+            text = f"{named(wrong)} {'holds' if len(wrong) == 1 else 'hold'} another {what} than the {others} others"
+        return f"{text} ({self.tensors} of {plural(self.all, 'tensor')})"
 
 
 class DivergenceCheck(Extension):
@@ -133,14 +133,14 @@ class DivergenceCheck(Extension):
         return False
 
     def _same_after(self, done: int) -> None:
-        """All processes hold the same."""
+        """Record that all processes hold the same."""
         self.context.progress.same_after = self._compared_after = done
         self._gradients = {}
 
     def _object(
         self, done: int, first: Difference | None, by_rank: Sequence[Any], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        """They differ: repair, or raise DivergenceError."""
+        """Repair a difference between processes, or raise DivergenceError."""
         if first is None:
             raise self._diverged(done, "They do not hold tensors of the same names.", "")
         alike = len({row[0] for row in by_rank}) == 1
@@ -153,7 +153,7 @@ class DivergenceCheck(Extension):
             return
         why = ""
         if self.repair:
-            why = "divergence.repair needs whole models side by side." if alike is False else "So nobody can be healed."
+            why = "So no rank can be repaired." if alike else "divergence.repair needs replicas of whole models."
         true = f"{first}{detail}."
         raise self._diverged(done, true[0].upper() + true[1:], why)
 
@@ -170,7 +170,7 @@ class DivergenceCheck(Extension):
         """Give all processes what rank `right` holds: models, and what optimizers keep."""
         progress = self.context.progress
         self.world.broadcast_(self._state(), source=right)
-        self.context.monitor.note(f"After {plural(done, 'step')}: {first}{detail}. Healed: it has theirs now.")
+        self.context.monitor.note(f"After {plural(done, 'step')}: {first}{detail}. Repaired: it has theirs now.")
         field, to = (
             f"the weights of {named(first.verdict.wrong)}",
             f"others, until healed after {plural(done, 'step')}",
@@ -181,10 +181,11 @@ class DivergenceCheck(Extension):
     def _diverged(self, done: int, true: str, why: str) -> DivergenceError:
         before = plural(self.context.progress.same_after, "step")
         return DivergenceError(
-            f"After {plural(done, 'step')} the {self.world.size} processes compared what they hold.",
+            f"The {self.world.size} processes hold different values after {plural(done, 'step')}.",
             f"{true} After {before} all was the same. {why}".rstrip(),
-            "go on from the newest checkpoint, which was compared before it was written (--resume). Is it the loop "
-            f"or a machine? unisono check SCRIPT, and unisono audit {self.parts.checks.run_dir}",
+            "continue from the newest checkpoint, which was compared before it was written (--resume). To find out "
+            f"whether the loop or a machine is the cause: unisono check SCRIPT, and unisono audit "
+            f"{self.parts.checks.run_dir}",
         )
 
     def _place(self) -> str:

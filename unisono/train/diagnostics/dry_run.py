@@ -1,4 +1,4 @@
-"""A dry run: what a model cannot bear is told before any process of the run starts.
+"""A dry run: report settings that do not fit the model before any process of the run starts.
 
 Most of a request is known from settings alone. Whether heads divide, layers are enough for the stages, gradients can be
 compressed, is known once there is a model, and only the script's own code makes one. So one process goes through the
@@ -46,12 +46,15 @@ class DryRunRefused(SettingsError):
 
 
 class _LoopReached(BaseException):
-    """The script has come to what needs the others. Not an Exception: no code of the script's is to catch it."""
+    """The script has reached code that needs the other processes. It is no Exception, so the script cannot catch it."""
 
 
 def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
-    """Go through `train` up to its loop. Did it come there? Raises Refused if the run would refuse its model; what else
-    goes wrong, the run will come to as well, and tell."""
+    """Execute `train` up to its loop. Returns whether it got there. Other errors are ignored: the run will report them.
+
+    Raises:
+        DryRunRefused: the run would refuse the model.
+    """
     if not needs_dry_run(settings):
         return False
     folder = Path(world.dry, "run")
@@ -96,27 +99,27 @@ class DryRun(Run[S]):
         return placed
 
     def track(self, **things: Any) -> None:
-        """Nothing is saved, and nothing loaded."""
+        """Do nothing: a dry run saves and loads nothing."""
 
     @contextmanager
     def first(self) -> Iterator[None]:
         yield
 
     def print(self, *values: Any) -> None:
-        """Nobody listens."""
+        """Do nothing: a dry run has no output."""
 
     def log(self, values: Any = None, **named: Any) -> None:
-        """Nobody listens."""
+        """Do nothing: a dry run has no output."""
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Nobody knows, and the loop is still to come."""
+        """Return nan for every name, since a dry run computes nothing."""
         return _Unknown()
 
     def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
-        """The first step, as far as its first forward pass."""
+        """Yield the first step, which ends at its first forward pass."""
 
         def batch() -> Any:
-            """The first micro-batch, if a model must see one."""
+            """Return the first micro-batch, if a model needs one."""
             if self.context.mesh.tensor.size == self.context.mesh.context.size == 1 or not hasattr(data, "__getitem__"):
                 raise _LoopReached
             share = -(-self.settings.batch // self.settings.virtual_ranks)
@@ -133,7 +136,7 @@ class DryRun(Run[S]):
             refuse_dtypes(list(params), self.settings.compress)
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
-        """This needs all processes."""
+        """End the dry run: this needs all processes."""
         raise _LoopReached
 
     predict = _end
@@ -141,7 +144,7 @@ class DryRun(Run[S]):
 
 
 class _Unknown(dict[str, float]):
-    """What nobody has measured: a comparison with it is false."""
+    """Values that were not measured: nan, so that every comparison is false."""
 
     def __missing__(self, _: str) -> float:
         return math.nan
@@ -188,7 +191,7 @@ class _Attention(ContextParallel):
 
 
 def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
-    """A model is called, so nothing of it is left to be refused but what its inputs say of its heads."""
+    """Check the heads of a model by its inputs, when it is called, and end the dry run."""
     from unisono.parallel.tensor_parallel.tensor_parallel import ShardedForward  # half a second
 
     found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, ShardedForward))

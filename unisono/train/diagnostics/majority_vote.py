@@ -1,13 +1,13 @@
-"""Votes: several processes made the same thing, and it did not come out the same: whose is right? Numbers only.
+"""Majority votes: find out which of several processes computed a wrong result. Numbers only.
 
     rank 0  a          rank 0  a a        rank 0  a b        rank 0  a a        rank 0  a
     rank 1  a          rank 1  a a        rank 1  b b        rank 1  b b        rank 1  b
     rank 2  b                                                                   rank 2  c
-    2 is wrong         all agree          0 is wrong         nobody knows       nobody knows
+    2 is wrong         all agree          0 is wrong         undecided          undecided
 
-Who says two things of the same has shown that it cannot be relied on, and has no vote; of the others more than half
-must say the same. (Triple modular redundancy: von Neumann, Probabilistic Logics, 1956; that two are not enough unless
-one of them contradicts itself is why it takes three.)
+A process that gives two different results is unreliable, and has no vote; of the others more than half must agree.
+(Triple modular redundancy: von Neumann, Probabilistic Logics, 1956. Two processes are not enough, unless one of them
+contradicts itself.)
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 
 
 class VoteResult(NamedTuple):
-    """agree   all that was said is the same
-    right   what more than half of the reliable ones say; None: nobody knows
-    wrong   ranks that said something else, or two things
+    """The result of a vote.
+
+    agree   whether all results are equal
+    right   the result of more than half of the reliable ranks; None: undecided
+    wrong   ranks with another result, or with two different ones
     """
 
     agree: bool
@@ -29,7 +31,7 @@ class VoteResult(NamedTuple):
 
 
 def vote(opinions: Sequence[tuple[int, Hashable]]) -> VoteResult:
-    """(rank, what it made) of everything that was made, in any order, a rank as often as it likes (at least one)."""
+    """Return the majority of (rank, result) pairs, in any order, at least one. A rank may have several results."""
     said: dict[int, set[Hashable]] = {}
     for rank, value in opinions:
         said.setdefault(rank, set()).add(value)

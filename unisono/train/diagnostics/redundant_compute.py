@@ -91,7 +91,7 @@ class RedundantCompute(Extension):
         return self.parts.sync.group
 
     def plan(self, step: int) -> AuditPlan | None:
-        """What is audited in `step`, if anything is."""
+        """Return what is audited in `step`; None: nothing."""
         if (step + 1) % self.every:
             return None
         source, turn = self.parts.source, (step + 1) // self.every - 1
@@ -106,8 +106,11 @@ class RedundantCompute(Extension):
     # -- before the step's rounds
 
     def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
-        """The micro-batches of the audited virtual rank, where this process computes it. Raises Diverged on every
-        process if it does not come out the same. In the first step here, which is looked at closely, nothing."""
+        """Yield the micro-batches of the audited virtual rank, if this process computes it. The first step has none.
+
+        Raises:
+            DivergenceError: the results differ; on every process.
+        """
         plan = self.plan(step.number) if gradient.seen else None
         if plan is None:
             return
@@ -133,15 +136,14 @@ class RedundantCompute(Extension):
     def _compute(
         self, step: StepState, gradient: GradientPass, plan: AuditPlan
     ) -> Generator[Any, None, ComputedNumbers]:
-        """The virtual rank's micro-batches, one after the other, as rounds that count for nothing; returns what came
-        of them."""
+        """Yield the virtual rank's micro-batches as spare rounds, and return their gradients."""
         self._now = plan
         self._listen(step, gradient)
         grads = yield from self.spare.gradients(step, gradient, plan.virtual_rank)
         return ComputedNumbers(self._heard(), grads)
 
     def _listen(self, step: StepState, gradient: GradientPass) -> None:
-        """From now on, note what the audited virtual rank's backward passes give."""
+        """Record from now on the gradients of the audited virtual rank's backward passes."""
         params = gradient.leaves
         self._noted = [[] for _ in params]
 
@@ -152,7 +154,7 @@ class RedundantCompute(Extension):
         self._hooks = [p.register_hook(partial(note, number)) for number, p in enumerate(params)]
 
     def _heard(self) -> list[int]:
-        """What it gave, a number for each parameter; nothing is noted any more."""
+        """Stop recording, and return a hash of the recorded gradients for each parameter."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -161,16 +163,19 @@ class RedundantCompute(Extension):
     # -- after the rounds
 
     def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
-        """The rounds are over: was what this step's own gradient is made of the same as before them? Raises Diverged on
-        every process if not."""
+        """Compare the gradients of the step's own rounds with those of the audit before them.
+
+        Raises:
+            DivergenceError: they differ; on every process.
+        """
         plan, self._now = self._now, None
         if plan is None:
             return
         computed = any(self._noted)
         found = mix(*self._heard())
         with wrap_peer_errors(WHAT):
-            everybody = self.world.all_gather_object(found if computed else None)
-        wrong = tuple(r for r, other in enumerate(everybody) if other is not None and other != self._right)
+            by_rank = self.world.all_gather_object(found if computed else None)
+        wrong = tuple(r for r, other in enumerate(by_rank) if other is not None and other != self._right)
         if wrong:
             true = f"In the step itself {named(wrong)} made other gradients of it than before the step, as all agreed."
             raise self._diverged(step, plan, wrong, true)
@@ -189,22 +194,22 @@ class RedundantCompute(Extension):
         turns: Sequence[ComputedNumbers | None],
         said: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """It came out differently. Raises Diverged, and says what is known."""
+        """Raise DivergenceError for results that differ, unless weights differ and are repaired."""
         if self.divergence is not None and not self.divergence.compare(step.number, now=True):
             return  # other weights give other gradients; they are repaired
         works = [AuditWork(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
-        # two that differ; if it is known who is wrong, that one comes first
+        # two results that differ; if the wrong one is known, it comes first
         wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
         right = next(w for w in works if w.number != wrong.number and verdict.right in (None, w.number))
         where = self._where(gradient, turns, wrong, right)
-        who, all_of_them = named(verdict.wrong or plan.ranks), named(plan.ranks)
+        wrong_ranks, all_of_them = named(verdict.wrong or plan.ranks), named(plan.ranks)
         if verdict.right is not None:
             others = named([rank for rank in plan.ranks if rank not in verdict.wrong])
-            true = f"{who} made another gradient than {others}, first of {where}."
+            true = f"{wrong_ranks} made another gradient than {others}, first of {where}."
         elif verdict.wrong:
-            true = f"{who} made another gradient each time, first of {where}."
+            true = f"{wrong_ranks} made another gradient each time, first of {where}."
         elif len(plan.ranks) == 2:
-            true = f"{all_of_them} made the same again, each its own: nobody knows which is right. First of {where}."
+            true = f"{all_of_them} each repeat their own result, so it is unknown which is right. First of {where}."
         else:
             true = f"{all_of_them} made three different gradients, first of {where}."
         raise self._diverged(step, plan, verdict.wrong, true[0].upper() + true[1:])
@@ -212,7 +217,7 @@ class RedundantCompute(Extension):
     def _where(
         self, gradient: GradientPass, turns: Sequence[ComputedNumbers | None], wrong: AuditWork, right: AuditWork
     ) -> str:
-        """The first parameter whose gradients differ in these two, and how, in words; the same on every process."""
+        """Describe the first parameter whose gradients differ in these two, and how; the same on every process."""
         world, params = self.world, gradient.leaves
 
         def of(work: AuditWork) -> ComputedNumbers | None:
@@ -247,7 +252,7 @@ class RedundantCompute(Extension):
         else:
             do = "with three processes two outvote the third; and unisono check SCRIPT tells whether it is the script:"
         return DivergenceError(
-            f"Step {step.number}'s virtual rank {plan.virtual_rank} was computed on {named(plan.ranks)}, and compared.",
+            f"Virtual rank {plan.virtual_rank} of step {step.number} has different gradients on {named(plan.ranks)}.",
             true,
             f"{do} unisono audit {self.parts.checks.run_dir} --ranks 3",
         )
@@ -262,7 +267,7 @@ class AuditWork(NamedTuple):
 
 
 def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    """A gradient of `p`, row after row; zeros where there is none."""
+    """Return a gradient of `p`, dense and contiguous; zeros if there is none."""
     full = torch.zeros_like(p) if grad is None else grad
     return (full if full.layout is torch.strided else full.to_dense()).detach().contiguous()
 

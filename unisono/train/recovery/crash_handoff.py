@@ -1,10 +1,10 @@
-"""A run with buddies that begins again after a death loses no step: those who fail because of it leave what they have.
+"""A run with replicated shards that restarts after a death loses no step: processes that fail dump their replicas.
 
     process 0   shard 0, copy of 2   leaves both --.                      process 0   shard 0
     process 1   shard 1, killed                    |--  begin again  -->  process 1   shard 1, from process 2
     process 2   shard 2, copy of 1   leaves both --'                      process 2   shard 2
 
-Whoever fails because another one has died writes its parcels and its neighbour's (train/recovery/shard_replica.py) into
+A process that fails because another one has died writes its own snapshots and its neighbor's (shard_replica.py) into
 the run's directory, of all steps of which it has them. The launcher otherwise ends a broken run within half a second;
 here it waits. When all begin again, each takes what the process in its place has left, and `ShardReplica.restore` does
 the rest: the newest step that is whole everywhere. Where there is none, as when two neighbours are gone, the checkpoint
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
 
 def hands_off(context: RunContext) -> bool:
-    """Does this process leave what it has, should another one die? Somebody must be there to begin again. (With one
-    virtual rank a step's random numbers go on from the last one's, and buddies have none.)"""
+    """Return whether this process dumps its replicas if another one dies. It needs a launcher that restarts the run.
+
+    With one virtual rank, random numbers continue from step to step, and replicas do not hold generators.
+    """
     settings = context.settings
     return settings.parallel.replicate_shards and settings.virtual_ranks > 1 and context.group.monitor is not None
 
 
 def dump_replicas(context: RunContext, replica: ShardReplica, error: Exception) -> None:
-    """This process fails with `error`. If that is the death of another process, write what this one has."""
+    """Write the replicas of this process, which fails with `error`, if that is the death of another process."""
     monitor = context.group.monitor
     if monitor is None or not hands_off(context) or not monitor.is_peer_loss(error):
         return
@@ -46,12 +48,11 @@ def dump_replicas(context: RunContext, replica: ShardReplica, error: Exception) 
         try:
             emergency_dump.write(context.run_dir, context.group.rank, max(steps), tensors, plain)
         except (OSError, SafetensorError) as full:
-            context.monitor.note(f"What buddies have kept cannot be left behind: {full}")
+            context.monitor.note(f"cannot write the copies of shards for a restart: {full}")
 
 
 def load_dump(context: RunContext, replica: ShardReplica) -> None:
-    """Before the loop: continue from what processes have left behind, if that is further than what the run continues
-    from. All processes call this."""
+    """Continue from dumped replicas that are newer than the checkpoint, before the loop. All processes call this."""
     if not hands_off(context):
         return
     group, progress, note = context.group, context.progress, context.monitor.note

@@ -1,4 +1,4 @@
-"""The buddy: every shard, with its optimizer state, has a copy on the next process of the axis `shard`.
+"""Replicas of shards: every shard, with its optimizer state, has a copy on the next process of the axis `shard`.
 
 Whole models beside each other are copies of each other. Of a model that several processes share each part is there
 once, and lost with its process. So each hands a copy on after every step, around a ring:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class ReplicaTransfer(NamedTuple):
-    """A parcel under way to us, and ours to somebody else."""
+    """A neighbor's snapshot under way to this process, and the messages in both directions."""
 
     parcel: Snapshot
     works: Sequence[Work]
@@ -51,8 +51,12 @@ class ShardReplica:
     """This process's place in the ring. `mine` and `theirs`: parcels of two steps, each whole, or None."""
 
     def __init__(self, tracked: Mapping[str, Any], mesh: Mesh, rest: Callable[[], None]) -> None:
-        """tracked  what a resume needs, by name; more may come until the first step is done
-        rest        lets go of whole parameters, if somebody has gathered them
+        """Create the replica of a process.
+
+        Args:
+            tracked: the objects that a resume needs, by name; more may be added until the first step is done.
+            mesh: the process mesh.
+            rest: frees gathered parameters.
         """
         self.tracked, self.world, self.line, self.rest = tracked, mesh.world, mesh.shard, rest
         self.mine: list[Snapshot | None] = [None, None]
@@ -64,8 +68,8 @@ class ShardReplica:
         self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
 
     def copy(self, step: int) -> None:
-        """`step` steps are done: begin to hand a copy on. All processes of the axis call it together."""
-        with phases.phase("exchange"), wrap_peer_errors("A copy for a buddy"):
+        """Begin to send a copy of the state after `step` steps. All processes of the axis call this together."""
+        with phases.phase("exchange"), wrap_peer_errors("The copy of a shard"):
             self.settle()
             self.rest()
             device, content = self.world.device, live_state(self.tracked)
@@ -96,46 +100,55 @@ class ShardReplica:
             self._travel = ReplicaTransfer(room, self.line.send_and_receive(sends, receives))
 
     def settle(self) -> None:
-        """What is under way arrives. A process that meets the others after this has a whole copy."""
+        """Wait for the copy under way. A process that synchronizes with the others after this has a complete copy."""
         if self._travel is not None:
             (parcel, works), self._travel = self._travel, None
             wait_for(works)
             self.theirs[self._turn] = parcel
 
     def _agree(self, content: LiveState) -> None:
-        """Somebody's tensors are others than before, at the first step for instance: how large is our neighbour's?"""
+        """Exchange the specs of tensors with the neighbors, when tensors have changed, as at the first step."""
         still, moving = ([TensorSpec.of(tensor) for tensor in tensors] for tensors in (content.still, content.moving))
-        told = self.line.all_gather_object([still, moving, content.names])
-        if any(names != content.names for _, _, names in told):
+        by_rank = self.line.all_gather_object([still, moving, content.names])
+        if any(names != content.names for _, _, names in by_rank):
             raise LoopError(
-                "parallel.replicate_shards was to copy what the run tracks.",
-                f"Optimizers have other states on other processes: {', '.join(f'{len(t[2])} tensors' for t in told)}.",
+                "parallel.replicate_shards cannot copy optimizers whose states differ between processes.",
+                f"The states of the processes have {', '.join(f'{len(r[2])} tensors' for r in by_rank)}.",
                 "--set parallel.replicate_shards=false",
             )
-        self._left = [[TensorSpec.from_json(each) for each in abouts] for abouts in told[self._previous][:2]]
+        self._left = [[TensorSpec.from_json(each) for each in abouts] for abouts in by_rank[self._previous][:2]]
 
     # -- the way back
 
     @property
     def _members(self) -> Sequence[int]:
-        """The ranks in the run of those in this ring."""
+        """The ranks in the run of the processes of this ring."""
         return self.line.members or tuple(range(self.line.size))
 
     def newest(self, lost: Collection[int]) -> int:
-        """The newest step that is whole everywhere, though processes have lost what they had. All processes call it;
-        all raise CheckpointError if there is none."""
+        """Return the newest step that is complete on all processes, without the state of lost ones. All call this.
+
+        Raises:
+            CheckpointError: there is none; on every process.
+        """
         return step_of(self.world.all_gather_object([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
 
     def restore(self, lost: Collection[int]) -> int:
-        """What processes have lost comes back from their buddies, and all go back to the newest step that is whole
-        everywhere: models, optimizers, schedules, to the bit. Returns that step. Every process of the run calls it,
-        between two steps; those that are new as well, which have placed and tracked the same.
+        """Restore lost shards from their replicas, and return all processes to the newest complete step.
 
-        lost  ranks in the run whose content is gone
+        Models, optimizers and schedules get the exact bits of that step. Every process of the run calls this between
+        two steps, also new ones, which have placed and tracked the same objects.
 
-        Raises CheckpointError on all of them if two neighbours of a ring are lost: then a checkpoint is the way.
+        Args:
+            lost: ranks in the run whose state is lost.
+
+        Returns:
+            The step.
+
+        Raises:
+            CheckpointError: two neighbors of a ring are lost, so only a checkpoint has their state; on every process.
         """
-        with wrap_peer_errors("Going back to what buddies have"):
+        with wrap_peer_errors("Restoring shards from their copies"):
             with suppress(RuntimeError):  # what did not arrive does not count
                 self.settle()
             if is_lost := self.world.rank in lost:
@@ -145,15 +158,15 @@ class ShardReplica:
             members = self._members
             mine, theirs = _at(step, self.mine), _at(step, self.theirs)
             gives = members[self._previous] in lost
-            told = None
+            header = None
             if gives:
                 assert mine
                 assert theirs
-                told = [theirs.still.specs, theirs.moving.specs, mine.names, mine.plain]
-            heard = self.line.all_gather_object(told)
+                header = [theirs.still.specs, theirs.moving.specs, mine.names, mine.plain]
+            headers = self.line.all_gather_object(header)
             sends = [Message(bag.data, self._previous) for bag in _new(theirs)] if gives else []
             if is_lost:
-                still, moving, names, plain = heard[self._next]
+                still, moving, names, plain = headers[self._next]
                 device = self.world.device
                 bags = [FlatTensors.empty([*map(TensorSpec.from_json, specs)], device) for specs in (still, moving)]
                 mine = Snapshot(step, bags[0], bags[1], names, plain)
@@ -168,7 +181,7 @@ class ShardReplica:
 
 
 def _new(parcel: Snapshot | None, last: Snapshot | None = None) -> list[FlatTensors]:
-    """What of a parcel has to travel, if `last` is there already."""
+    """Return the parts of a snapshot that have to be sent, if the receiver has `last` already."""
     assert parcel is not None
     return [parcel.moving] if last is not None else [parcel.still, parcel.moving]
 
@@ -182,25 +195,33 @@ def _at(step: int, parcels: Sequence[Snapshot | None]) -> Snapshot | None:
 
 
 def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], lost: Collection[int]) -> int:
-    """The newest step that can be had everywhere. Of each process of the run: the members of its ring, the steps of
-    which it has its own parcel, and those of which it has its neighbour's."""
+    """Return the newest step of which every shard has a complete copy.
+
+    Args:
+        said: of each process of the run, the members of its ring, the steps of its own snapshots, and the steps of its
+            neighbor's snapshots.
+        lost: ranks whose state is lost.
+
+    Raises:
+        CheckpointError: there is no such step.
+    """
     there: list[set[int]] = []
     for rank, (members, mine, _) in enumerate(said):
         if rank not in lost:
             there.append(set(mine))
             continue
-        buddy = members[(members.index(rank) + 1) % len(members)]
-        if buddy in lost:
+        holder = members[(members.index(rank) + 1) % len(members)]
+        if holder in lost:
             raise CheckpointError(
-                f"Processes {', '.join(map(str, sorted(lost)))} were lost, and their shards were to come back.",
-                f"The copy of process {rank}'s was on process {buddy}, which is among them.",
-                "go on from the newest checkpoint: the same command with --resume.",
+                f"Cannot restore the shards of the lost processes {', '.join(map(str, sorted(lost)))}.",
+                f"The copy of process {rank}'s was on process {holder}, which is among them.",
+                "continue from the newest checkpoint: the same command with --resume.",
             )
-        there.append(set(said[buddy][2]))
+        there.append(set(said[holder][2]))
     if not (whole := set.intersection(*there)):
         raise CheckpointError(
-            f"Processes {', '.join(map(str, sorted(lost)))} were lost, and their shards were to come back.",
+            f"Cannot restore the shards of the lost processes {', '.join(map(str, sorted(lost)))}.",
             "There is no step of which every shard has a whole copy: the first one was not over yet.",
-            "go on from the newest checkpoint, or begin anew: the same command with --resume.",
+            "continue from the newest checkpoint, or start again: the same command with --resume.",
         )
     return max(whole)

@@ -61,12 +61,12 @@ class LiveState(NamedTuple):
     stands: list[tuple[int, int, int, int]]
 
     def seen(self) -> tuple[Any, ...]:
-        """Changes when the tensors are other ones, or what stands still has been written to."""
+        """Return a key that changes when there are other tensors, or a frozen parameter was written to."""
         return self.stands, [TensorSpec.of(t) for t in self.still], [TensorSpec.of(t) for t in self.moving]
 
 
 def live_state(tracked: Mapping[str, Any]) -> LiveState:
-    """Of these things, by name: models, optimizers, schedules, anything with a state_dict."""
+    """Return the live state of these objects, by name: models, optimizers, anything with a state_dict."""
     with torch.no_grad():  # DTensors then give what lies here without making a copy of themselves
         weights = _weights(tracked)
         places = _places(weights)
@@ -83,7 +83,7 @@ def live_state(tracked: Mapping[str, Any]) -> LiveState:
 
 
 def restore(parcel: Snapshot, tracked: Mapping[str, Any], device: torch.device) -> None:
-    """Everything is as it was when the parcel was packed. `device` is that of the run."""
+    """Restore the state of a snapshot; `device`: of the run."""
     with torch.no_grad():
         layout = tracked.get(LAYOUT)
         if layout is not None:  # first: what is still, and what moves, is sorted by what trains
@@ -108,7 +108,7 @@ def restore(parcel: Snapshot, tracked: Mapping[str, Any], device: torch.device) 
 
 
 def _weights(tracked: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Every parameter and every buffer, once."""
+    """Return every parameter and every buffer, once."""
     models = [thing for thing in tracked.values() if isinstance(thing, torch.nn.Module)]
     return list({id(t): t for model in models for t in (*model.parameters(), *model.buffers())}.values())
 
@@ -139,21 +139,21 @@ def _places(weights: Sequence[torch.Tensor]) -> Places:
 
 
 def _marked(tensor: torch.Tensor, places: Places) -> Any:
-    """What lies here of a tensor of somebody's state, and how the whole of it lies."""
+    """Return a tensor of a state; for a DTensor, its local part and the number of a weight that is sharded alike."""
     if not is_dtensor(tensor):
         return tensor
     if (place := _place(tensor)) not in places:
         raise LoopError(
-            "parallel.replicate_shards was to copy what the run tracks.",
-            f"An optimizer's state has a tensor of shape {tuple(tensor.shape)} that lies over processes as no "
-            "parameter does, so another process would not know how to lay it.",
+            "parallel.replicate_shards cannot copy an optimizer's state.",
+            f"It has a tensor of shape {tuple(tensor.shape)} that is sharded as no parameter is, so another process "
+            "could not restore its placement.",
             "--set parallel.replicate_shards=false",
         )
     return {PART: to_local(tensor), LIKE: places[place]}
 
 
 def _laid(state: Any, weights: Sequence[torch.Tensor]) -> Any:
-    """The state in which parts are parts of something again."""
+    """Return a state in which local parts are DTensors again."""
     if isinstance(state, dict):
         if PART in state:
             return from_local_like(state[PART], weights[state[LIKE]])

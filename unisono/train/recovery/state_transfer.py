@@ -47,9 +47,9 @@ def send_state(
     known = [next((r for r in range(slot, group.size, unit) if not empty[r]), None) for slot in range(unit)]
     if None in known:
         raise PeerLostError(
-            f"Process {membership.number} was to join a run.",
+            f"Process {membership.number} cannot join the run.",
             "All processes that knew its state are gone.",
-            "go on from the newest checkpoint: the same command with --resume.",
+            "continue from the newest checkpoint: the same command with --resume.",
         )
     sent, about = list[torch.Tensor](), None
     if group.rank in known:
@@ -108,7 +108,7 @@ def _refuse_another_machine(context: RunContext, membership: Membership, theirs:
     fixed = [name for name in ENVIRONMENT if not (name == "device" and context.group.mixed)]
     if differ := [name for name in fixed if theirs.get(name) != context.identity.get(name)]:
         raise WorldError(
-            f"Process {membership.number} was to join a run that is in the midst of it.",
+            f"Process {membership.number} cannot join the run from another kind of machine.",
             f"Its machine differs in {', '.join(differ)}, which changes bits.",
             "replace processes on machines of the same kind.",
         )

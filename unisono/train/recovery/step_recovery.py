@@ -156,7 +156,7 @@ class StepRecovery:
         return False
 
     def completed(self) -> None:
-        """A collective is complete on all processes."""
+        """Record that a collective is complete on all processes."""
         self._completed += 1
         self._report_survived()
 
@@ -168,8 +168,8 @@ class StepRecovery:
 
     def result(self) -> Mapping[str, Any]:
         """Return entries of result.json: which processes have died and joined, and after which step."""
-        told = {"deaths": self.deaths, "joined": self.joined}
-        return {name: value for name, value in told.items() if value}
+        changes = {"deaths": self.deaths, "joined": self.joined}
+        return {name: value for name, value in changes.items() if value}
 
     # -- a step
 

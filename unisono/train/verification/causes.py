@@ -52,7 +52,7 @@ BACKWARD = Cause(
 )
 DATA = Cause(
     "data",
-    "The data set gives other samples when it is asked again: it keeps a counter or a generator of its own, or it "
+    "The data set gives other samples when it is read again: it keeps a counter or a generator of its own, or it "
     "depends on its process.",
     "draw from torch, numpy or random in __getitem__, and let it depend on the sample's number only",
 )
@@ -69,7 +69,7 @@ EXCHANGE = Cause(
 
 
 def operators(names: Sequence[str]) -> Cause:
-    """An operator has no deterministic kernel."""
+    """Return the cause: operators without a deterministic kernel."""
     return Cause(
         "operator",
         f"An operator without a deterministic kernel: {'; '.join(names)}.",
@@ -78,7 +78,7 @@ def operators(names: Sequence[str]) -> Cause:
 
 
 def scripted(name: str) -> Cause:
-    """A TorchScript function is called."""
+    """Return the cause: a TorchScript function or module."""
     return Cause(
         "torchscript",
         f"{name} is compiled by torch.jit.script, whose executor computes other bits after its first calls.",
@@ -87,7 +87,7 @@ def scripted(name: str) -> Cause:
 
 
 def compiled(name: str) -> Cause:
-    """A compiled module is called."""
+    """Return the cause: a module that torch.compile has compiled."""
     return Cause(
         "compile",
         f"{name} is compiled by torch.compile, which may compile again for shapes that a process sees first.",
@@ -96,7 +96,7 @@ def compiled(name: str) -> Cause:
 
 
 def attribute(name: str) -> Cause:
-    """A module remembers something in a Python attribute."""
+    """Return the cause: a module that keeps state in a Python attribute."""
     return Cause(
         "attribute",
         f"A module keeps state in a Python attribute, which each process changes with its own micro-batches: {name}.",
@@ -105,7 +105,7 @@ def attribute(name: str) -> Cause:
 
 
 def optimizer(kind: Any) -> Cause:
-    """An optimizer's update of rows is not the rows of its update."""
+    """Return the cause: an optimizer that updates rows with other bits than whole parameters."""
     options = [way for way in ("fused", "foreach") if any(group.get(way) for group in kind.param_groups)]
     how = f"{type(kind).__name__}({', '.join(f'{way}=True' for way in options)})"
     return Cause(
@@ -117,7 +117,7 @@ def optimizer(kind: Any) -> Cause:
 
 
 def part(where: str) -> Cause:
-    """The script reduces rows of a parameter."""
+    """Return the cause: a script that reduces rows of a parameter."""
     return Cause(
         "part",
         f"The script computes with the rows of a parameter or gradient that a process holds as if they were all: "
@@ -151,7 +151,7 @@ def compiled_in(models: Sequence[torch.nn.Module]) -> str:
 
 
 def _globals_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the module's forward sees by name."""
+    """Yield the globals that the module's forward uses, by name."""
     forward = getattr(type(module), "forward", None)
     code, known = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
     if code is None or str(known.get("__name__", "")).startswith("torch."):

@@ -47,7 +47,7 @@ class GradientSums:
         self._unsure: set[int] = set()  # parameters whose sum is not known from these
 
     def begin(self, place: MicroBatchId) -> None:
-        """A micro-batch that counts begins on this process."""
+        """Begin a micro-batch of the step's own rounds on this process."""
         self._rows[place.virtual_rank, place.number] = {}
 
     def note(self, place: MicroBatchId, number: int, grad: torch.Tensor) -> None:
@@ -185,7 +185,7 @@ def as_cut(grad: Any, p: Any) -> Any:
 
 
 def is_partial(tensor: Any) -> bool:
-    """Is it a DTensor whose value is the sum over processes that has not been made yet?"""
+    """Return whether a tensor is a DTensor with a partial placement: a sum over processes that is not computed yet."""
     return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 

@@ -83,7 +83,7 @@ class PartialReductionMode(TorchDispatchMode):
         return out
 
     def _remember(self, parts: Iterable[torch.Tensor]) -> None:
-        """What was computed of parts, element by element, is a part as well."""
+        """Record tensors that were computed from parts elementwise, which are parts as well."""
         for t in parts:
             if type(t) in PLAIN and t.layout is torch.strided and t.numel():
                 storage = t.untyped_storage()
@@ -107,7 +107,7 @@ def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool
 
 
 def _is_cut(tensor: Any) -> bool:
-    """Has this process rows of it, so that elementwise code computes the rows of the result?"""
+    """Return whether this process has rows of a tensor, so that elementwise code computes rows of the result."""
     return is_dtensor(tensor) and any(placement.is_shard() for placement in tensor.placements)
 
 

@@ -31,7 +31,7 @@ class PassRecord:
         self.gradients: dict[str, list[int]] = {}
 
     def begin(self, number: int, samples: str) -> None:
-        """Micro-batch `number` begins, with samples of this digest."""
+        """Begin micro-batch `number`, with samples of this digest."""
         self._samples[number] = samples
         self._sums[number] = [[] for _ in range(self._parameters)]
 

@@ -35,12 +35,12 @@ class ShardedUpdate:
         self._parts = PartialReductionMode(models)
 
     def begin(self) -> None:
-        """The gradient is whole: from now on the script computes with rows of it."""
+        """Observe the script's operators, from the time when the gradient is complete."""
         self._parts.begin()
 
     @contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Step whole parameters beside the rows, within this block, if it is an optimizer of torch's.
+        """Return a block that also steps whole parameters, in addition to rows, if the optimizer is one of torch's.
 
         One of the script's own may keep anything anywhere, so it is not stepped twice: its `by_element` is believed.
         """
@@ -63,12 +63,12 @@ class ShardedUpdate:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """A block that changes no generator, and whose operators nothing looks at."""
+        """Return a block that changes no generator, and whose operators are not observed."""
         with preserve_rng(self.group.device), _disable_current_modes():
             yield
 
     def end(self) -> None:
-        """The next step begins, or the run ends."""
+        """End the observation, before the next step or at the end of the run."""
         self._parts.end()
         if self._parts.found:
             self.found.insert(0, ("The script reduced rows of a parameter", causes.part(self._parts.found)))

@@ -1,4 +1,4 @@
-"""The update of whole parameters, made beside the update of their parts.
+"""The update of whole parameters, computed in addition to the update of their parts.
 
 Under `parallel.shard` every process steps its rows of a parameter. In a verified step the processes gather a few
 parameters with their gradients and optimizer state, step them whole with a twin of the optimizer, and compare: the rows
@@ -29,7 +29,7 @@ MOST_ELEMENTS = 2**17
 
 @dataclass
 class WholeParameter:
-    """A parameter that is stepped whole, beside its part."""
+    """A parameter that is stepped whole, in addition to its part."""
 
     part: torch.nn.Parameter
     twin: torch.nn.Parameter
