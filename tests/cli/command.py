@@ -1,9 +1,9 @@
-"""Real commands with real processes, and how to wait for them without guessing: a pipe that every process holds open.
+"""Real commands with real processes, and a pipe through which a test waits for them without guessing a time.
 
-A script of these tests opens the named pipe `alive` beside it. What it writes there says how far it is; and when the
-last process that holds it is gone, reading it ends.
+A script of these tests opens the named pipe `alive` in its folder and writes its progress there. A reader of the pipe
+reaches the end when the last process that holds the pipe open has ended.
 
-`start` is the quicker way for many small runs: their processes are forked from one that has loaded torch.
+`start` is quicker for many small runs: it forks their processes from one that has loaded torch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 120.0
-"""For a busy machine; nothing waits that long unless it hangs."""
+"""Enough for a busy machine. Only a hang waits that long."""
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -50,12 +50,12 @@ def say(text):
 
 
 def last_json(screen: str) -> Any:
-    """What --json says: the last line on the screen."""
+    """Return the JSON object that --json prints as the last line."""
     return json.loads(screen.splitlines()[-1])
 
 
 def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> RunOutcome:
-    """launch.local.run, without waiting for torch to be loaded each time. An error of the script is the test's."""
+    """Do what local_launch.run does, in forked processes that need not load torch. Errors of the script are raised."""
     run_ranks(_run_script, ranks, str(script), list(arguments))
     return RunOutcome(exit_status=0)
 
@@ -99,8 +99,8 @@ def _refused_by(world: World, script: str, arguments: Sequence[str], dry: str, r
 
 
 def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:
-    """As launcher/worker_main.py does."""
-    gc.freeze()  # or collecting garbage at a run's end walks through all of torch, and copies it
+    """Run the script as launcher/worker_main.py does."""
+    gc.freeze()  # without it, garbage collection at the end of a run touches, and so copies, all of torch
     os.chdir(Path(script).parent)
     environment.assign(replace(world, launcher="unisono", folder=os.getcwd()))
     sys.argv = [script, *arguments]
@@ -110,7 +110,7 @@ def _run_script(world: World, script: str, arguments: Sequence[str]) -> None:
 
 @dataclass
 class Ended:
-    """A command that is over."""
+    """A command that has ended: its exit status and its output."""
 
     status: int
     out: str
@@ -119,17 +119,17 @@ class Ended:
 
     @property
     def last(self) -> str:
-        """The last line on the screen."""
+        """The last line of standard error, or of standard output if standard error is empty."""
         return (self.err.strip() or self.out.strip()).splitlines()[-1]
 
 
 class Command:
-    """`unisono ARGUMENTS` in a folder, with the script `script.py` there."""
+    """Run `unisono ARGUMENTS` in a folder that holds the script `script.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pipe = folder / "alive"
-        # Temporary files of killed processes stay, so they get a place that goes; a short one, for sockets' sake.
+        # Killed processes leave temporary files, so the folder is deleted in the end. Paths of sockets must be short.
         self.temporary = Path(tempfile.mkdtemp(prefix="u-"))
         self.words: list[str] = []
         self._rest = b""
@@ -142,19 +142,18 @@ class Command:
         return path
 
     def train(self, run_dir: str, *arguments: str, ranks: int = 1) -> None:
-        """What `unisono run script.py --run-dir RUN_DIR` would train, in processes that are forked (see `start`): for
-        runs that another one is held against."""
+        """Train as `unisono run script.py --run-dir RUN_DIR` does, in forked processes: for reference runs."""
         self.open_pipe()
         (self.folder / run_dir).mkdir(exist_ok=True)
         words = [f"--run-dir={run_dir}", *arguments]
         start(self.folder / "script.py", words, ranks=ranks, logs=self.folder / run_dir / "log")
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """`unisono ARGUMENTS`; -P, because the installed command does not import from the folder one is in either."""
+        """Start `unisono ARGUMENTS`. Like the installed command, it does not import from the current folder (-P)."""
         return self.start_python("-P", "-m", "unisono.cli.main", *map(str, arguments))
 
     def open_pipe(self) -> None:
-        """Make the pipe that scripts open, and listen."""
+        """Create the pipe that scripts open, and open it for reading."""
         if not self.pipe.exists():
             os.mkfifo(self.pipe)
             self._alive = os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -175,7 +174,11 @@ class Command:
         return running
 
     def run(self, *arguments: str | Path, times: int = 1) -> Ended:
-        """`times`: so often it begins again."""
+        """Run a command to its end.
+
+        Args:
+            times: how often it may restart; the time limit grows with it.
+        """
         return self.end(self.start(*arguments), times=times)
 
     def end(self, running: subprocess.Popen[str], *, times: int = 1) -> Ended:
@@ -183,13 +186,13 @@ class Command:
         return Ended(running.returncode, out, err)
 
     def wait_for(self, *words: str) -> None:
-        """Until the processes have said all of these ("ready 0", "ready 1")."""
+        """Wait until the processes have written all of these lines ("ready 0", "ready 1")."""
         while not set(words) <= set(self.words):
-            assert self._hear(), f"everybody left, and only said {self.words}"
+            assert self._read_pipe(), f"all processes ended and wrote only {self.words}"
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """A block that hears only what is said from now on, also while nobody holds the pipe yet."""
+        """Ignore earlier lines inside the block, and keep the pipe open even before a process has opened it."""
         hold = os.open(self.pipe, os.O_WRONLY)
         try:
             while select.select([self._alive], [], [], 0)[0]:
@@ -200,13 +203,13 @@ class Command:
             os.close(hold)
 
     def wait_until_gone(self) -> None:
-        """Until nobody holds the pipe any more."""
-        os.close(os.open(self.pipe, os.O_WRONLY))  # a pipe that nobody ever wrote to has no end
-        while self._hear():
+        """Wait until no process holds the pipe open."""
+        os.close(os.open(self.pipe, os.O_WRONLY))  # a pipe without any writer so far never reports its end
+        while self._read_pipe():
             pass
 
-    def _hear(self) -> bool:
-        assert select.select([self._alive], [], [], PATIENCE_SECONDS)[0], f"silence after {self.words}"
+    def _read_pipe(self) -> bool:
+        assert select.select([self._alive], [], [], PATIENCE_SECONDS)[0], f"nothing more was written after {self.words}"
         data = os.read(self._alive, 4096)
         *lines, self._rest = (self._rest + data).split(b"\n")
         self.words += [line.decode() for line in lines]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.asking import ask as ask
 from tests.cli.command import Command
+from tests.cli.refused_requests import request_problems as request_problems
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    """The command in an empty folder. After the test no process of it is left, or the test hangs and says so."""
+    """Return the command in an empty folder. Teardown waits until all of its processes have ended."""
     command = Command(tmp_path)
     yield command
     command.close()
@@ -20,7 +20,10 @@ def command(tmp_path: Path) -> Iterator[Command]:
 
 @pytest.fixture(autouse=True, scope="session")
 def signals_as_at_a_terminal() -> None:
-    """Whoever starts the tests in the background of a script (`make test &`, nohup) has these ignored, and what we
-    start would inherit that, and rightly take no Ctrl-C."""
+    """Restore the default signal handlers.
+
+    Tests that a script starts in the background (`make test &`, nohup) ignore these signals, and their child processes
+    inherit that.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

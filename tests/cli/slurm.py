@@ -1,8 +1,8 @@
-"""A Slurm of the tests' own: one host, its daemons in the foreground, everything it writes in one folder that goes.
+"""A private Slurm for tests: one host, daemons in the foreground, all its files in one temporary folder.
 
-    munged (who is who, by a key of our own) <--- slurmctld (the queue) <---> slurmd (this host, said to have 8 cores)
+    munged (authentication, with a private key) <--- slurmctld (the queue) <---> slurmd (this host, with 8 CPUs)
 
-Nothing of a system's Slurm is touched: ports are free ones, and SLURM_CONF tells every command which one is meant.
+It does not touch a Slurm of the system: its ports are free ones, and SLURM_CONF selects it for every command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.cli.command import ROOT
 from unisono import environment
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
-SBIN = "/usr/sbin:/sbin"  # where Debian keeps daemons, which is not on everybody's path
+SBIN = "/usr/sbin:/sbin"  # Debian's folder for daemons, which need not be on the path
 PATIENCE_SECONDS = 120.0
 
 CONF = """\
@@ -62,8 +62,8 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscri
 """
 
 
-def missing() -> str:
-    """What this machine lacks for it, "" if nothing."""
+def missing_programs() -> str:
+    """Return why Slurm cannot run on this machine, or an empty string."""
     path = os.pathsep.join([*environment.variables(["PATH"]).values(), SBIN])
     lacking = [name for name in NEEDED if shutil.which(name, path=path) is None]
     return f"Slurm is not here ({', '.join(lacking)}): Debian's slurm-wlm and munge have it" if lacking else ""
@@ -71,10 +71,10 @@ def missing() -> str:
 
 @dataclass
 class Slurm:
-    """One that is up."""
+    """A running Slurm."""
 
-    folder: Path  # what it writes itself
-    work: Path  # where commands are typed
+    folder: Path  # files of the daemons
+    work: Path  # the working directory of commands
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
@@ -91,14 +91,14 @@ class Slurm:
         return ended
 
     def submit(self, script: str, *words: str) -> str:
-        """The job's number. What it says is in job-NUMBER.out."""
+        """Submit a batch script and return the number of the job; its output is in job-NUMBER.out."""
         file = self.work / "job.sh"
         file.write_text(f"#!/bin/bash\n{script}\n")
         more = ["--open-mode=append", "--output=job-%j.out"]
         return self.run("sbatch", "--parsable", *more, *words, file.name).stdout.strip()
 
     def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ..."""
+        """Return the state of a job: PENDING, RUNNING, COMPLETED, ..."""
         return self.run("scontrol", "--oneliner", "show", "job", job).stdout.partition("JobState=")[2].split()[0]
 
     def wait_for(self, job: str, *states: str) -> str:
@@ -108,16 +108,16 @@ class Slurm:
             time.sleep(0.2)
         return state
 
-    def end(self, job: str) -> str:
-        """How it ended, at last."""
+    def wait_for_end(self, job: str) -> str:
+        """Wait for the end of a job and return its last state."""
         return self.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
     def output(self, job: str) -> str:
         file = self.work / f"job-{job}.out"
         return file.read_text() if file.exists() else ""
 
-    def members(self) -> list[psutil.Process]:
-        """Everything that it has started, and not ended yet: this is what knows its configuration."""
+    def processes(self) -> list[psutil.Process]:
+        """Return all running processes of this Slurm: those whose SLURM_CONF is its configuration."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -126,8 +126,8 @@ class Slurm:
         return found
 
     def task(self, job: str, rank: int) -> psutil.Process:
-        """The process of a task: Slurm says its number there."""
-        for process in self.members():
+        """Return the process of a task, found by the variables that Slurm sets for it."""
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 about = process.environ()
                 mine = about.get("SLURM_JOB_ID") == job and about.get("SLURM_STEP_NUM_TASKS") is not None
@@ -138,8 +138,8 @@ class Slurm:
 
 @contextmanager
 def slurm(work: Path) -> Iterator[Slurm]:
-    """A block with one that is up. After it no process is left of it and of its jobs."""
-    # a short path, for sockets' sake
+    """Run a private Slurm inside the block, and end all of its processes and jobs afterwards."""
+    # the path of a socket must be short
     with tempfile.TemporaryDirectory(prefix="slurm-") as place, ExitStack() as running:
         folder, host = Path(place), socket.gethostname().partition(".")[0]
         for name in ("state", "spool"):
@@ -149,41 +149,42 @@ def slurm(work: Path) -> Iterator[Slurm]:
         (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, queue=queue, node=node, user=user))
         (folder / "key").write_bytes(os.urandom(128))
         (folder / "key").chmod(0o600)
-        own = Slurm(folder, work)
-        running.callback(tidy, own)
+        cluster = Slurm(folder, work)
+        running.callback(shut_down, cluster)
         names = {"socket": "munge.socket", "key-file": "key", "pid-file": "munge.pid", "log-file": "munge.log"}
         names |= {"seed-file": "munge.seed"}
         daemon(
-            own, ["munged", "--foreground", "--force", *(f"--{flag}={folder}/{name}" for flag, name in names.items())]
+            cluster,
+            ["munged", "--foreground", "--force", *(f"--{flag}={folder}/{name}" for flag, name in names.items())],
         )
-        wait_until((folder / "munge.socket").exists, own)
-        daemon(own, ["slurmctld", "-D"])
-        daemon(own, ["slurmd", "-D"])
-        wait_until(lambda: "idle" in own.run("sinfo", "-h", "-o", "%T", check=False).stdout, own)
-        yield own
+        wait_until((folder / "munge.socket").exists, cluster)
+        daemon(cluster, ["slurmctld", "-D"])
+        daemon(cluster, ["slurmd", "-D"])
+        wait_until(lambda: "idle" in cluster.run("sinfo", "-h", "-o", "%T", check=False).stdout, cluster)
+        yield cluster
 
 
-def daemon(own: Slurm, words: Sequence[str]) -> None:
-    out = open(own.folder / f"{words[0]}.said", "w")  # noqa: SIM115  (the daemon's; it ends with it)
+def daemon(cluster: Slurm, words: Sequence[str]) -> None:
+    out = open(cluster.folder / f"{words[0]}.out", "w")  # noqa: SIM115  (the daemon inherits it)
     with out:
         running = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=own.environment(), cwd=own.folder
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=cluster.environment(), cwd=cluster.folder
         )
-    own.daemons.append(running)
+    cluster.daemons.append(running)
 
 
-def tidy(own: Slurm) -> None:
-    """Jobs first, since their processes belong to daemons of their own; then whoever is left."""
-    own.run("scancel", "--signal=KILL", "--state=RUNNING", check=False)
-    for process in reversed(own.members()):
+def shut_down(cluster: Slurm) -> None:
+    """Kill the jobs first, since each has a daemon of its own (slurmstepd), then all remaining processes."""
+    cluster.run("scancel", "--signal=KILL", "--state=RUNNING", check=False)
+    for process in reversed(cluster.processes()):
         with contextlib.suppress(psutil.Error):
             process.kill()
-    for running in own.daemons:
+    for running in cluster.daemons:
         running.wait()
     until = time.monotonic() + 10
-    while own.members() and time.monotonic() < until:
+    while cluster.processes() and time.monotonic() < until:
         time.sleep(0.05)
-    assert not own.members()
+    assert not cluster.processes()
 
 
 def free_ports(count: int) -> list[int]:
@@ -192,12 +193,12 @@ def free_ports(count: int) -> list[int]:
         return [int(server.getsockname()[1]) for server in servers]
 
 
-def wait_until(true: Callable[[], bool], own: Slurm) -> None:
+def wait_until(condition: Callable[[], bool], cluster: Slurm) -> None:
     until = time.monotonic() + 30
-    while not true():
+    while not condition():
         logs = [
             f"{path.name}: {path.read_text()[-2000:]}"
-            for path in (*own.folder.glob("*.log"), *own.folder.glob("*.said"))
+            for path in (*cluster.folder.glob("*.log"), *cluster.folder.glob("*.out"))
         ]
         assert time.monotonic() < until, "\n".join(logs)
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Workers at their own pace that die, stand still or are left alone; a server that dies, and one that is stopped."""
+"""Asynchronous workers that die or hang, the loss of all workers, the death of a server, and a stop."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def pid(command: Command, rank: int) -> int:
 
 
 def updates(command: Command) -> list[tuple[int, float]]:
-    """(number, when) of every update that was told."""
-    told = [word.split() for word in command.words if word.startswith("update")]
-    return [(int(number), float(when)) for _, number, when, _ in told]
+    """Return (number, time) of every update that was reported."""
+    lines = [word.split() for word in command.words if word.startswith("update")]
+    return [(int(number), float(when)) for _, number, when, _ in lines]
 
 
 def wait_for_update(command: Command, number: int) -> None:
     while not any(n >= number for n, _ in updates(command)):
-        assert command._hear(), command.words
+        assert command._read_pipe(), command.words
 
 
-def gap_after(command: Command, moment: float, last: int = 10**9) -> float:
-    """The longest time without an update from that moment to the update `last`."""
+def longest_gap(command: Command, moment: float, last: int = 10**9) -> float:
+    """Return the longest time without an update, from a moment to the update `last`."""
     times = [moment, *(when for number, when in updates(command) if when > moment and number <= last)]
     return max(b - a for a, b in pairwise(times))
 
@@ -68,28 +68,28 @@ def result(command: Command) -> Any:
     return json.loads((command.folder / "out" / "result.json").read_text())
 
 
-def test_the_others_go_on_when_a_worker_dies_or_stands_still(command: Command) -> None:
+def test_other_workers_continue_when_a_worker_dies_or_hangs(command: Command) -> None:
     running = start(command, 4, "--set", "steps=150")
     wait_for_update(command, 10)
     killed = time.time()
     os.kill(pid(command, 2), signal.SIGKILL)
     wait_for_update(command, 50)
-    assert gap_after(command, killed) < 10.0  # some milliseconds: benchmarks/deaths.py
+    assert longest_gap(command, killed) < 10.0  # it takes some milliseconds: benchmarks/deaths.py
     stopped = time.time()
     os.kill(pid(command, 3), signal.SIGSTOP)
     ended = command.end(running)
     command.wait_until_gone()
     assert ended.status == 0, ended.err
-    assert gap_after(command, stopped, last=148) < 10.0  # the very last step is its own, until it is overtaken
-    told = result(command)
-    assert told["lost_workers"] == [2]
+    assert longest_gap(command, stopped, last=148) < 10.0  # step 149 may wait for the stopped worker
+    outcome = result(command)
+    assert outcome["lost_workers"] == [2]
     assert [number for number, _ in updates(command)] == list(range(150))
     assert "Rank 2 of 4 died of signal 9 (SIGKILL); the others continue without it. Its log is" in ended.err
     assert "Worker 2 is gone." in ended.out
     assert [word for word in command.words if word.startswith("behind")] == ["behind 0"]
 
 
-def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Command) -> None:
+def test_the_loss_of_all_workers_saves_and_ends_the_run(command: Command) -> None:
     running = start(command, 3, "--set", "steps=1000")
     wait_for_update(command, 5)
     for rank in (1, 2):
@@ -104,7 +104,7 @@ def test_without_any_worker_the_run_ends_saved_with_what_to_type(command: Comman
 
 
 @pytest.mark.slow
-def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command) -> None:
+def test_the_death_of_a_server_restarts_from_the_checkpoint(command: Command) -> None:
     running = start(command, 3, "--set", "steps=60", "--set", "checkpoint.every=10")
     wait_for_update(command, 25)
     os.kill(pid(command, 0), signal.SIGKILL)
@@ -112,13 +112,13 @@ def test_when_a_server_dies_all_begin_again_from_the_checkpoint(command: Command
     assert ended.status == 0, ended.err
     assert "Rank 0 of 3 died of signal 9 (SIGKILL)" in ended.err
     assert "Restarting from the checkpoint after step" in ended.err
-    told = result(command)
-    assert told["resumed_at"] >= 10  # that of 20 may still have been on its way
-    assert told["steps"] == 60
+    outcome = result(command)
+    assert outcome["resumed_at"] >= 10  # the checkpoint after step 20 may not have been written yet
+    assert outcome["steps"] == 60
 
 
 @pytest.mark.slow
-def test_when_another_server_dies_it_is_the_same(command: Command) -> None:
+def test_the_death_of_a_second_server_restarts_the_run(command: Command) -> None:
     running = start(command, 4, "--set", "steps=60", "--set", "server.count=2")
     wait_for_update(command, 5)
     os.kill(pid(command, 1), signal.SIGKILL)
@@ -129,13 +129,13 @@ def test_when_another_server_dies_it_is_the_same(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_is_saved_and_everybody_leaves(command: Command) -> None:
+def test_a_stop_saves_and_ends_all_processes(command: Command) -> None:
     running = start(command, 3, "--set", "steps=100000", "--set", "server.staleness=2")
     wait_for_update(command, 5)
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0, ended.err
-    told = result(command)
-    assert told["stopped"]
-    assert told["lost_workers"] == []
-    assert (command.folder / "out" / "checkpoints" / f"step-{told['steps']:08d}").is_dir()
+    outcome = result(command)
+    assert outcome["stopped"]
+    assert outcome["lost_workers"] == []
+    assert (command.folder / "out" / "checkpoints" / f"step-{outcome['steps']:08d}").is_dir()

@@ -1,4 +1,4 @@
-"""What a manager's second start goes on from, without anybody to type --resume."""
+"""The run that a second start by a cluster manager resumes without --resume."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def leave(folder: Path, request: RunRequest) -> None:
-    """What a run that has begun leaves of its job."""
+def write_run(folder: Path, request: RunRequest) -> None:
+    """Write the files by which a run that has begun identifies its job."""
     (folder / "checkpoints" / "step-00000004").mkdir(parents=True)
     (folder / "environment.json").write_text(json.dumps(job_mark(request)))
 
 
-def second(request: RunRequest) -> RunRequest:
-    """What the second start of it does, of a manager that counts."""
+def second_start(request: RunRequest) -> RunRequest:
+    """Return the request of the second start, as a manager that counts restarts makes it."""
     return resumed_request(request, "train", LINE, restarts=1)
 
 
@@ -37,21 +37,23 @@ LINE = CommandLine(("python", "train.py"))
 
 
 def test_a_restart_resumes_its_run_directory(runs: Path) -> None:
-    asked = RunRequest(run_dir=Path("mine"))
-    assert second(asked) == asked
+    request = RunRequest(run_dir=Path("mine"))
+    assert second_start(request) == request
     Path("mine").mkdir()
-    assert second(asked) == RunRequest(run_dir=Path("mine"), resume=True)
-    assert resumed_request(asked, "train", LINE) == asked  # the first start: it is refused, as it was
+    assert second_start(request) == RunRequest(run_dir=Path("mine"), resume=True)
+    assert (
+        resumed_request(request, "train", LINE) == request
+    )  # the first start does not resume: the request is refused as without autoresume
 
 
 def test_autoresume_works_under_any_manager(runs: Path) -> None:
-    asked = RunRequest(run_dir=Path("mine"), autoresume=True)
-    assert resumed_request(asked, "train", LINE) == RunRequest(run_dir=Path("mine"))
-    changed = replace(asked, accept_change=("lr",))  # the first start has nothing to differ from
+    request = RunRequest(run_dir=Path("mine"), autoresume=True)
+    assert resumed_request(request, "train", LINE) == RunRequest(run_dir=Path("mine"))
+    changed = replace(request, accept_change=("lr",))  # the first start ignores it: there is no earlier run
     assert resumed_request(changed, "train", LINE) == RunRequest(run_dir=Path("mine"))
     Path("mine").mkdir()
     assert resumed_request(changed, "train", LINE).accept_change == ("lr",)
-    assert resumed_request(asked, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
+    assert resumed_request(request, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
     with pytest.raises(SettingsError, match="would not find it") as caught:
         resumed_request(RunRequest(autoresume=True), "train", LINE)
     assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
@@ -62,12 +64,12 @@ def test_without_a_run_directory_the_run_of_the_same_job_is_resumed(
 ) -> None:
     slow, fast = RunRequest(sets=("lr=1",)), RunRequest(sets=("lr=2",))
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    leave(runs / "train-20260101-000000", slow)
-    leave(runs / "train-20260101-000001", fast)
+    write_run(runs / "train-20260101-000000", slow)
+    write_run(runs / "train-20260101-000001", fast)
     monkeypatch.setenv("SLURM_JOB_ID", "18")
-    leave(runs / "train-20260101-000002", slow)  # somebody else's, and newer
-    assert second(fast) == fast
+    write_run(runs / "train-20260101-000002", slow)  # a newer run of another job
+    assert second_start(fast) == fast
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    assert second(slow).run_dir == Path("runs/train-20260101-000000")
-    assert second(fast).run_dir == Path("runs/train-20260101-000001")
-    assert second(RunRequest()) == RunRequest()
+    assert second_start(slow).run_dir == Path("runs/train-20260101-000000")
+    assert second_start(fast).run_dir == Path("runs/train-20260101-000001")
+    assert second_start(RunRequest()) == RunRequest()

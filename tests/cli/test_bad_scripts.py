@@ -1,4 +1,4 @@
-"""Scripts with a mistake, on two processes: one message, last on the screen, status 1, nobody hangs."""
+"""Scripts with a mistake on two processes: one message at the end of the output, status 1, and no hang."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.asking import SCRIPT as PLAIN
-from tests.cli.asking import Ask
 from tests.cli.command import Command
+from tests.cli.refused_requests import SCRIPT as PLAIN
+from tests.cli.refused_requests import RequestProblems
 from unisono.cli.request.target import problems_of_train
 from unisono.errors import Problem
 
@@ -61,11 +61,11 @@ MISTAKES = {
 }
 
 
-SHARP = ("not a number", "break", "a worker that dies")
-"""Told by the loop, by its end, and of another process. tests/ranks/test_loop_contract.py has them all."""
+QUICK = ("not a number", "break", "a worker that dies")
+"""Detected in the loop, at its end, and in a loader worker. tests/ranks/test_loop_contract.py covers the rest."""
 
 
-@pytest.mark.parametrize("mistake", [m if m in SHARP else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
+@pytest.mark.parametrize("mistake", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
 def test_a_mistake_ends_all_processes_with_one_message(command: Command, mistake: str) -> None:
     changes, words = MISTAKES[mistake]
     command.script(SCRIPT.format(**{**GOOD, **changes}))
@@ -81,22 +81,24 @@ def test_a_mistake_ends_all_processes_with_one_message(command: Command, mistake
 
 
 @pytest.mark.slow
-def test_without_a_mistake_it_runs(command: Command) -> None:
+def test_the_script_without_a_mistake_runs(command: Command) -> None:
     command.script(SCRIPT.format(**GOOD))
     assert command.run("run", "script.py", "--ranks", "2", "--set", "steps=3", "--set", "batch=8").status == 0
 
 
-def shy(shown: str, script: str = "script.py") -> Problem:
-    """What is said of a main that does not take a run."""
+def no_run_parameter(shown: str, script: str = "script.py") -> Problem:
+    """Return the problem of a main function that does not take a run."""
     facts = f"{script} passes {shown}, and unisono.main(main) calls main(run)."
     return Problem("The function for unisono.main does not take a run.", facts, f"Write in {script}: def main(run):")
 
 
 @pytest.mark.parametrize("shown", ["main()", "main(run, config)", "main(run, *, lr)"])
-def test_a_main_without_a_run_parameter_is_refused(ask: Ask, tmp_path: Path, shown: str) -> None:
+def test_a_main_without_a_run_parameter_is_refused(
+    request_problems: RequestProblems, tmp_path: Path, shown: str
+) -> None:
     text = PLAIN.replace("if __name__", f"def {shown}:\n    pass\n\nif __name__").replace("main(print", "main(main")
     (tmp_path / "mine.py").write_text(text)
-    assert ask("run", "mine.py", "--ranks", "2") == [shy(shown, "mine.py")]
+    assert request_problems("run", "mine.py", "--ranks", "2") == [no_run_parameter(shown, "mine.py")]
 
 
 @pytest.mark.parametrize(
@@ -108,10 +110,14 @@ def test_a_main_without_a_run_parameter_is_refused(ask: Ask, tmp_path: Path, sho
         ("main()", "main = print"),
     ],
 )
-def test_a_main_that_can_take_a_run_is_not_refused(ask: Ask, tmp_path: Path, more: str, function: str) -> None:
+def test_a_main_that_can_take_a_run_is_not_refused(
+    request_problems: RequestProblems, tmp_path: Path, more: str, function: str
+) -> None:
     text = PLAIN.replace("if __name__", f"def {more}:\n    pass\n\n{function}\n\nif __name__")
     (tmp_path / "mine.py").write_text(text.replace("main(print", "main(main"))
-    assert [problem.asked for problem in ask("run", "mine.py", "--ranks", "0")] == ["--ranks 0 is out of range."]
+    assert [problem.asked for problem in request_problems("run", "mine.py", "--ranks", "0")] == [
+        "--ranks 0 is out of range."
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_a_main_that_can_take_a_run_is_not_refused(ask: Ask, tmp_path: Path, mor
     ],
 )
 def test_problems_of_train_checks_any_callable(train: object, shown: str) -> None:
-    assert problems_of_train(Path("script.py"), train) == ([shy(shown)] if shown else [])
+    assert problems_of_train(Path("script.py"), train) == ([no_run_parameter(shown)] if shown else [])
 
 
 def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -> None:
@@ -142,7 +148,7 @@ def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -
         unisono.main(main)
         """)
     ended = command.end(command.start_python("script.py", "--run-dir", "out", "--set", "steps=1"))
-    assert (ended.status, ended.out, ended.err) == (2, "", f"{shy('main()')}\n")
+    assert (ended.status, ended.out, ended.err) == (2, "", f"{no_run_parameter('main()')}\n")
     assert not (command.folder / "out").exists()
 
 
@@ -164,13 +170,15 @@ def test_inconsistent_launcher_variables_are_reported(
     (command.folder / "script.py").write_text("import unisono\nunisono.main(lambda run: None)\n")
     ended = command.end(command.start_python("script.py", "--set", "steps=1"))
     assert (ended.status, ended.out) == (1, "")
-    asked, told, _ = ended.err.splitlines()
-    assert asked.startswith("Invalid torchrun variables: ")
-    assert told == f"  {true}"
+    error, facts, _ = ended.err.splitlines()
+    assert error.startswith("Invalid torchrun variables: ")
+    assert facts == f"  {true}"
     assert ended.last.startswith("  Next: env -u RANK -u WORLD_SIZE python script.py --set steps=1 (one process), or ")
 
 
-def test_a_process_that_waits_for_missing_peers_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_for_missing_peers_prints_a_message(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -184,6 +192,6 @@ def test_a_process_that_waits_for_missing_peers_says_so(command: Command, monkey
         """)
     waiting = command.start_python("script.py", "--set", "steps=1")
     assert waiting.stderr is not None
-    said = f"Process 0 of 2 waits for the others at 127.0.0.1:{port}: have all of them been started?"
-    assert any(said in line for line in waiting.stderr)
+    text = f"Process 0 of 2 waits for the others at 127.0.0.1:{port}: have all of them been started?"
+    assert any(text in line for line in waiting.stderr)
     assert waiting.poll() is None

@@ -1,4 +1,4 @@
-"""`unisono bench`: what it measures, what it writes, which links it calls slow, and what it refuses."""
+"""`unisono bench`: its measurements, files, reports of slow links, and refused requests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.asking import Ask
 from tests.cli.command import Command
+from tests.cli.refused_requests import RequestProblems
 from unisono import environment
 from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
@@ -26,7 +26,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 class Elements(HTMLParser):
-    """Every element is closed that must be; what it would load from elsewhere."""
+    """Check that every element of a page is closed, and collect the addresses that it would load."""
 
     EMPTY = ("meta", "input", "br")
 
@@ -51,24 +51,26 @@ class Elements(HTMLParser):
 
 
 @pytest.mark.slow
-def test_bench_measures_all_and_writes_files(command: Command) -> None:
+def test_bench_measures_all_collectives_and_writes_files(command: Command) -> None:
     ended = command.run("bench", "--ranks", "3", "--sizes", "64kB,1 kB", "--json", "--run-dir", "out")
     assert ended.status == 0, ended.err
-    told = json.loads(ended.out)
-    assert told["dir"] == "out"
-    assert told["about"]["ranks"] == len(told["about"]["hosts"]) == 3
-    assert told["about"]["back_end"] == "gloo"
-    rows = {(row["collective"], row["bytes"]): row for row in told["collectives"]}
-    kinds = [name for name in KINDS if name != "tree_messages" or told["about"]["neighbours"]]
+    report = json.loads(ended.out)
+    assert report["dir"] == "out"
+    assert report["about"]["ranks"] == len(report["about"]["hosts"]) == 3
+    assert report["about"]["back_end"] == "gloo"
+    rows = {(row["collective"], row["bytes"]): row for row in report["collectives"]}
+    kinds = [name for name in KINDS if name != "tree_messages" or report["about"]["neighbours"]]
     assert list(rows) == [(name, size) for name in kinds for size in (1024, 65536)]
     for (name, size), row in rows.items():
-        about = -(-size // 12) * 12  # a whole number of floats for each of three processes
+        about = -(-size // 12) * 12  # rounded up to a whole number of floats per process
         assert row["times"] >= 5
         assert row["algorithm_bytes_per_second"] == pytest.approx(about / row["seconds"])
         factor = row["bus_bytes_per_second"] / row["algorithm_bytes_per_second"]
         assert factor == pytest.approx({"broadcast": 1, "send_receive": 1, "ring": 4 / 3}.get(name, KINDS[name].bus(3)))
-    assert [pair["ranks"] for pair in told["pairs"]] == [[0, 1], [0, 2], [1, 2]]
-    assert json.loads((command.folder / "out" / "bench.json").read_text()) == {k: told[k] for k in told if k != "dir"}
+    assert [pair["ranks"] for pair in report["pairs"]] == [[0, 1], [0, 2], [1, 2]]
+    assert json.loads((command.folder / "out" / "bench.json").read_text()) == {
+        k: report[k] for k in report if k != "dir"
+    }
     assert not (command.folder / "out" / "measured.jsonl").exists()
     text = (command.folder / "out" / "bench.html").read_text()
     found = Elements(text)
@@ -96,10 +98,10 @@ def test_bench_under_torchrun(command: Command) -> None:
     arguments = [*TORCHRUN, "-m", "unisono.cli.main", "bench", "--only", "broadcast", "--sizes", "1kB", "--json"]
     ended = command.end(command.start_python(*arguments))
     assert ended.status == 0, ended.err
-    (told,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
-    assert told["about"]["ranks"] == 2
-    assert len(told["collectives"]) == 1
-    assert (command.folder / told["dir"] / "bench.html").is_file()
+    (report,) = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    assert report["about"]["ranks"] == 2
+    assert len(report["collectives"]) == 1
+    assert (command.folder / report["dir"] / "bench.html").is_file()
 
 
 def test_ctrl_c_keeps_results(command: Command) -> None:
@@ -111,9 +113,9 @@ def test_ctrl_c_keeps_results(command: Command) -> None:
     assert ended.status == 0
     assert "Traceback" not in ended.out + ended.err
     assert "Stopped; results so far: out/bench.html" in ended.out
-    told = json.loads((command.folder / "out" / "bench.json").read_text())
-    assert told["stopped"]
-    assert told["collectives"][0]["collective"] == "all_reduce"
+    report = json.loads((command.folder / "out" / "bench.json").read_text())
+    assert report["stopped"]
+    assert report["collectives"][0]["collective"] == "all_reduce"
 
 
 # -- requests
@@ -134,25 +136,29 @@ def test_ctrl_c_keeps_results(command: Command) -> None:
         (["text"], ["Unexpected argument: text"]),
     ],
 )
-def test_wrong_requests_are_refused(ask: Ask, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+def test_wrong_requests_are_refused(
+    request_problems: RequestProblems, tmp_path: Path, arguments: list[str], words: list[str]
+) -> None:
     (tmp_path / "there").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "bench.json").touch()
-    told = "\n".join(map(str, ask("bench", *arguments)))
-    assert all(each in told for each in words), told
+    report = "\n".join(map(str, request_problems("bench", *arguments)))
+    assert all(each in report for each in words), report
 
 
-def test_ranks_cannot_be_combined_with_torchrun(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_cannot_be_combined_with_torchrun(
+    request_problems: RequestProblems, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    (problem,) = ask("bench", "--ranks", "4")
+    (problem,) = request_problems("bench", "--ranks", "4")
     assert problem.asked == "--ranks cannot be combined with torchrun."
     assert problem.true == "torchrun already started 2 processes, and these are measured."
     assert problem.do == "unisono bench --json"
 
 
-def test_all_problems_of_bench_are_reported_together(ask: Ask) -> None:
-    assert len(ask("bench", "--ranks", "0", "--only", "nothing", "--sizes", "")) == 3
+def test_all_problems_of_bench_are_reported_together(request_problems: RequestProblems) -> None:
+    assert len(request_problems("bench", "--ranks", "0", "--only", "nothing", "--sizes", "")) == 3
 
 
 def test_the_help_loads_no_torch() -> None:
@@ -169,35 +175,35 @@ def test_the_help_loads_no_torch() -> None:
 
 
 def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[MeasuredLink]:
-    """Every pair at 100 us and 1 GB/s, but for some."""
+    """Return links of all pairs with 100 us and 1 GB/s, except those in `slow`."""
     pairs = [(one, other) for one in range(size) for other in range(one + 1, size)]
     return [MeasuredLink(pair, *slow.get(pair, (100e-6, 1e9))) for pair in pairs]
 
 
 def test_a_slow_link_is_reported_with_numbers_and_advice() -> None:
-    (told,) = map(str, findings(links(4, {(1, 2): (100e-6, 2e8)}), ["a", "b", "c", "d"]))
-    assert "between ranks 1 and 2 is slow" in told
-    assert "200 MB/s, where 1 GB/s is the median of 6 links" in told
-    assert "iperf3 -s on b, iperf3 -c b on c" in told
-    (told,) = map(str, findings(links(4, {(0, 1): (900e-6, 1e9)}), ["a"] * 4))
-    assert "900 us for a small message, where 100 us is the median" in told
-    assert "what else runs on a" in told
+    (report,) = map(str, findings(links(4, {(1, 2): (100e-6, 2e8)}), ["a", "b", "c", "d"]))
+    assert "between ranks 1 and 2 is slow" in report
+    assert "200 MB/s, where 1 GB/s is the median of 6 links" in report
+    assert "iperf3 -s on b, iperf3 -c b on c" in report
+    (report,) = map(str, findings(links(4, {(0, 1): (900e-6, 1e9)}), ["a"] * 4))
+    assert "900 us for a small message, where 100 us is the median" in report
+    assert "what else runs on a" in report
 
 
 @pytest.mark.parametrize("size", [3, 4, 9])
 def test_a_slow_process_is_reported_once(size: int) -> None:
-    """Of three links two are slow then, and the median with them."""
+    """With three processes, two of three links are slow, and so is their median."""
     far = {(rank, size - 1): (100e-6, 1e8) for rank in range(size - 1)}
-    (told,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
-    assert f"Rank {size - 1} is slow with all other ranks" in told
-    assert f"100 MB/s, where 1 GB/s is the median of the {size} processes" in told
-    assert "iperf3 -s on z, iperf3 -c z on a" in told
+    (report,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
+    assert f"Rank {size - 1} is slow with all other ranks" in report
+    assert f"100 MB/s, where 1 GB/s is the median of the {size} processes" in report
+    assert "iperf3 -s on z, iperf3 -c z on a" in report
 
 
 def test_similar_links_are_not_slow() -> None:
     assert findings(links(4, {(0, 1): (150e-6, 7e8)}), ["a"] * 4) == []
     assert findings(links(2, {}), ["a"] * 2) == []
-    near = {(0, 1): (10e-6, 1e10), (2, 3): (10e-6, 1e10)}  # within a host it is another thing
+    near = {(0, 1): (10e-6, 1e10), (2, 3): (10e-6, 1e10)}  # links within a host are compared with each other
     assert findings(links(4, near), ["a", "a", "b", "b"]) == []
 
 
@@ -212,7 +218,7 @@ def test_every_pair_is_measured_once(size: int) -> None:
 
 
 def test_the_page_of_partial_results_is_valid(tmp_path: Path) -> None:
-    """The last line was cut off, and there are no pairs."""
+    """The last line of the results is incomplete, and no pairs were measured."""
     row = {"collective": "ring<", "bytes": 1024, "seconds": 1e-4, "times": 5}
     row |= {"algorithm_bytes_per_second": 1e7, "bus_bytes_per_second": 1e7}
     about = {"ranks": 2, "hosts": ["a", "a"], "device": "cpu", "back_end": "gloo", "torch": "2", "time": "now"}

@@ -1,4 +1,4 @@
-"""`unisono check`: what is wrong is found, in its place and with its cause; what is right is let through."""
+"""`unisono check`: it finds mistakes with their place and cause, and correct scripts pass."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
+from tests.cli.refused_requests import RequestProblems
 from tests.cli.wrong_scripts import WRONG, text_of
 from unisono.cli.commands.check import CountCheck
 from unisono.cli.request.run_options import RunRequest
@@ -26,7 +26,7 @@ def check(folder: Path, script: str, capsys: pytest.CaptureFixture[str], *sets: 
     return trials.run(), last_json(capsys.readouterr().out)
 
 
-HASHED = "the order of a set"  # forked processes have one hash of a text; see below
+HASHED = "the order of a set"  # forked processes share the hash seed; tested below with real commands
 
 
 @pytest.mark.parametrize("name", [name for name in WRONG if name != HASHED])
@@ -47,7 +47,7 @@ def test_the_line_that_reads_the_size_is_named(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With randomness everywhere, and questions that change nothing."""
+    """Random numbers in every part, and reads of the rank that do not affect the result."""
     fine = {
         "fetch": "x = x + torch.rand(3) + np.random.rand() + random.random()",
         "forward": "x = torch.nn.functional.dropout(x, 0.3)",
@@ -72,15 +72,15 @@ def test_an_unchecked_end_of_an_epoch_is_reported(
         CountCheck(script=path, threads=1, steps=steps, request=request, line=line, folder=folder, start=start).run()
         == 0
     )
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     unseen = "The end of an epoch, after 2 steps, was not checked.\n"
     unseen += "  Next: unisono check script.py --steps 3\n"
-    assert told.endswith(unseen) == (steps == 1), told
+    assert text.endswith(unseen) == (steps == 1), text
 
 
 @pytest.mark.slow
 def test_the_order_of_a_set_differs_between_processes(command: Command) -> None:
-    """With real commands: every text has another hash in every Python that is started."""
+    """Every new Python process has its own hash seed, so the test needs real commands."""
     (command.folder / "sets.py").write_text(text_of(WRONG[HASHED].changes))
     ended = command.run("check", "sets.py", "--steps", "1", "--set", "steps=9")
     assert ended.status == 1, ended.err
@@ -98,7 +98,7 @@ def test_a_failure_on_two_processes_is_reported(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "do"),
+    ("words", "message", "do"),
     [
         (["train.py", "--steps", "0"], "At least one step", "unisono check train.py --steps 3"),
         (["train.py", "--resume"], "Every run starts at step 0", "unisono check train.py"),
@@ -107,7 +107,7 @@ def test_a_failure_on_two_processes_is_reported(command: Command) -> None:
         (["train.py", "--set", "stepz=4"], "There is no setting stepz", "unisono check train.py --set steps=4"),
     ],
 )
-def test_wrong_requests(ask: Ask, words: list[str], said: str, do: str) -> None:
-    (problem,) = ask("check", *words)
-    assert said in str(problem)
+def test_wrong_requests(request_problems: RequestProblems, words: list[str], message: str, do: str) -> None:
+    (problem,) = request_problems("check", *words)
+    assert message in str(problem)
     assert problem.do.removesuffix(" --json") == do

@@ -1,6 +1,6 @@
-"""A run on accelerators and the CPU at once: who computes where, what is promised, and what cannot be.
+"""Runs on accelerators and the CPU at once: the device of each process, the promise, and refused requests.
 
-The accelerator is the machine's own, or a stand-in that torch loads in every process (tests/standin).
+The accelerator is that of the machine, or a stand-in that torch loads in every process (tests/standin).
 """
 
 from __future__ import annotations
@@ -15,59 +15,61 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.asking import Ask
 from tests.cli.command import PRELUDE, ROOT, Command
+from tests.cli.refused_requests import RequestProblems
 from tests.cli.test_deaths import DYING, JOIN_REQUESTED
 from tests.cli.test_training import SCRIPT, result
 from tests.standin import standin
 from unisono.environment import variables
 
-TELLING = "    say(f'on {run.device.type}')\n    x = torch.randn("
+REPORT_DEVICE = "    say(f'on {run.device.type}')\n    x = torch.randn("
 
 
 @pytest.fixture
-def kind(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Commands find one accelerator, of this kind."""
+def device_type(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the type of the only accelerator that commands find."""
     for name, value in standin.environment(accelerator).items():
         monkeypatch.setenv(name, value)
     return "standin" if accelerator else str(torch.accelerator.current_accelerator())
 
 
-def about(command: Command, run_dir: str) -> Any:
+def environment_record(command: Command, run_dir: str) -> Any:
     return json.loads((command.folder / run_dir / "environment.json").read_text())
 
 
-def test_the_run_says_what_it_computes_on_and_promises_a_tolerance(command: Command, kind: str) -> None:
-    command.script(SCRIPT.replace("    x = torch.randn(", TELLING))
+def test_a_mixed_run_reports_its_devices_and_promises_a_tolerance(command: Command, device_type: str) -> None:
+    command.script(SCRIPT.replace("    x = torch.randn(", REPORT_DEVICE))
     words = ("run", "script.py", "--run-dir", "out", "--ranks", "3")
     ended = command.run(*words, "--cpu-ranks", "2", "--set", "steps=6")
     assert ended.status == 0, ended.err
-    assert f"1 process on {kind}, 2 on cpu, 1 thread each" in ended.out
+    assert f"1 process on {device_type}, 2 on cpu, 1 thread each" in ended.out
     command.wait_until_gone()
-    assert {word for word in command.words if word.startswith("on ")} == {f"on {kind} 0", "on cpu 1", "on cpu 2"}
+    assert {word for word in command.words if word.startswith("on ")} == {f"on {device_type} 0", "on cpu 1", "on cpu 2"}
     found = result(command, "out")
-    (differs,) = about(command, "out")["differences"]
+    (differs,) = environment_record(command, "out")["differences"]
     assert re.fullmatch("device differs between processes: .+ on rank 0, cpu on rank 1", differs)
     assert (found["promise"], found["reason"]) == ("tolerance", differs)
-    assert " --ranks 3 --cpu-ranks 2 " in about(command, "out")["command"]
+    assert " --ranks 3 --cpu-ranks 2 " in environment_record(command, "out")["command"]
 
-    ended = command.run(*words, "--cpu-ranks", "1", "--set", "steps=12", "--resume")  # others of the same kinds
-    assert ended.status != 0  # the third process: there is one accelerator
+    ended = command.run(
+        *words, "--cpu-ranks", "1", "--set", "steps=12", "--resume"
+    )  # another division among the same device types
+    assert ended.status != 0  # two processes need an accelerator, and there is one
     ended = command.run(*words[:-1], "2", "--cpu-ranks", "1", "--set", "steps=12", "--resume")
     assert ended.status == 0, ended.err
     ended = command.run(*words, "--cpu-ranks", "3", "--resume")
     assert ended.status == 2
-    device = about(command, "out")["device"]  # as the last run before has left it
+    device = environment_record(command, "out")["device"]  # as the last run before has left it
     assert f"The run was begun with device = {device}, and the result depends on it." in ended.err
     assert len(device.split(" and ")) == 2
     assert "--accept-change device" in ended.last
 
 
 @pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: str, dies: int) -> None:
+def test_a_replacement_uses_the_device_type_of_the_dead_process(command: Command, device_type: str, dies: int) -> None:
     wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     script = DYING.replace("        step.update(", wait + "        step.update(")
-    command.script(script.replace("    x = torch.randn(", TELLING))
+    command.script(script.replace("    x = torch.randn(", REPORT_DEVICE))
     words = ("--ranks", "2", "--cpu-ranks", "1", "--run-dir", "out", "--set", f"deaths=2:{dies}")
     ended = command.run("run", "script.py", *words)
     assert ended.status == 0, ended.err
@@ -76,7 +78,7 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: st
     assert [each["process"] for each in found["deaths"]] == [dies]
     assert [each["process"] for each in found["joined"]] == [2]
     command.wait_until_gone()
-    assert command.words.count(f"on {(kind, 'cpu')[dies]} {dies}") == 2
+    assert command.words.count(f"on {(device_type, 'cpu')[dies]} {dies}") == 2
     assert found["promise"] == "tolerance"
     assert found["reason"].startswith("device differs")
     command.script(SCRIPT)
@@ -85,8 +87,8 @@ def test_a_substitute_computes_where_the_dead_one_did(command: Command, kind: st
 
 
 @pytest.mark.slow
-def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: str) -> None:
-    """One of them does not see the accelerator: the one that HIDE names."""
+def test_processes_of_torchrun_detect_their_devices(command: Command, device_type: str) -> None:
+    """The rank in HIDE does not see the accelerator."""
     command.open_pipe()
     hide = "import os\nif os.environ.get('RANK') == os.environ.get('HIDE'):\n"
     hide += f"    os.environ.update({standin.HIDDEN})\n"
@@ -102,39 +104,39 @@ def test_processes_of_torchrun_find_out_by_themselves(command: Command, kind: st
 
     done = torchrun("--set", "steps=6", "--run-dir", "out")
     assert done.returncode == 0, done.stderr
-    assert f"1 process on {kind}, 1 on cpu" in done.stdout
+    assert f"1 process on {device_type}, 1 on cpu" in done.stdout
     ended = command.run("run", "script.py", "--ranks", "2", "--cpu-ranks", "1", "--set", "steps=6", "--run-dir", "ours")
     assert ended.status == 0, ended.err
     assert result(command, "out")["weights_sha256"] == result(command, "ours")["weights_sha256"]
 
     done = torchrun("--set", "steps=6", "--run-dir", "first", hide="0")
     assert done.returncode == 0, done.stderr
-    assert f"1 process on cpu, 1 on {kind}" in done.stdout
+    assert f"1 process on cpu, 1 on {device_type}" in done.stdout
 
     done = torchrun("--set", "parallel.shard=2", "--run-dir", "divided")
     assert done.returncode != 0
     assert done.stderr.count("parallel.shard = 2 needs the same kind of device on all processes.") == 1
 
 
-def test_a_server_needs_no_accelerator(command: Command, kind: str) -> None:
+def test_a_server_needs_no_accelerator(command: Command, device_type: str) -> None:
     command.script(SCRIPT)
     words = ("--ranks", "2", "--cpu-ranks", "1", "--set", "exchange=server", "--set", "steps=6", "--run-dir", "out")
     ended = command.run("run", "script.py", *words)
     assert ended.status == 0, ended.err
-    assert f"1 process on cpu, 1 on {kind}" in ended.out
+    assert f"1 process on cpu, 1 on {device_type}" in ended.out
 
 
-def test_more_processes_than_accelerators_are_told_how(command: Command, kind: str) -> None:
+def test_more_processes_than_accelerators_are_answered_with_cpu_ranks(command: Command, device_type: str) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
-    assert f"Process 1 has no {kind} device.\n  It would use device 1, and this host has 1.\n" in ended.err
+    assert f"Process 1 has no {device_type} device.\n  It would use device 1, and this host has 1.\n" in ended.err
     assert "start 1 process here, or hide the devices from some" in ended.last
     assert "--cpu-ranks N" in ended.last
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "true", "do"),
+    ("words", "error", "true", "do"),
     [
         (
             "--cpu-ranks 3",
@@ -146,16 +148,18 @@ def test_more_processes_than_accelerators_are_told_how(command: Command, kind: s
         ("--cpu-ranks x", "Invalid value for --cpu-ranks: x", "--cpu-ranks takes a whole number", "--cpu-ranks 1"),
     ],
 )
-def test_a_number_that_cannot_be(ask: Ask, words: str, asked: str, true: str, do: str) -> None:
-    (problem,) = ask("run", "text", *words.split())
-    assert problem.asked == asked
+def test_an_invalid_number_of_cpu_ranks_is_refused(
+    request_problems: RequestProblems, words: str, error: str, true: str, do: str
+) -> None:
+    (problem,) = request_problems("run", "text", *words.split())
+    assert problem.asked == error
     assert problem.true.startswith(true)
     assert do in problem.do
 
 
 @pytest.mark.parametrize("what", ["exchange=ddp", "parallel.shard=2", "parallel.tensor=2"])
-def test_what_cannot_be_is_said_before_the_start(command: Command, kind: str, what: str) -> None:
-    """Where there is an accelerator: elsewhere all are on the CPU, and it can."""
+def test_exchanges_and_axes_that_need_equal_devices_are_refused(command: Command, device_type: str, what: str) -> None:
+    """Without an accelerator all processes are on the CPU, and these settings are valid."""
     name, _, value = what.partition("=")
     words = ("run", "text", "--ranks", "2", "--cpu-ranks", "1", "--set", what, "--set", "steps=1", "--run-dir", "out")
     ended = command.run(*words)
@@ -164,7 +168,7 @@ def test_what_cannot_be_is_said_before_the_start(command: Command, kind: str, wh
     assert not (command.folder / "out").exists()
 
 
-UNLIKE = """
+DIFFERING_MODELS = """
 from dataclasses import dataclass
 import torch
 
@@ -207,8 +211,10 @@ unisono.main(main, Settings)
         ("left", "1.weight is (2, 4, 3, 3) float32 with strides (36, 9, 3, 1), on another device than the run's on"),
     ],
 )
-def test_another_model_on_each_kind_of_device_is_refused(command: Command, kind: str, how: str, true: str) -> None:
-    command.script(UNLIKE)
+def test_models_that_differ_between_device_types_are_refused(
+    command: Command, device_type: str, how: str, true: str
+) -> None:
+    command.script(DIFFERING_MODELS)
     words = ("--ranks", "2", "--cpu-ranks", "1", "--run-dir", "out")
     ended = command.run("run", "script.py", *words, "--set", f"how={how}")
     assert ended.status == 1
@@ -217,8 +223,8 @@ def test_another_model_on_each_kind_of_device_is_refused(command: Command, kind:
 
 
 @pytest.mark.slow
-def test_the_same_model_on_each_kind_of_device_is_not(command: Command, kind: str) -> None:
-    command.script(UNLIKE)
+def test_equal_models_on_both_device_types_are_accepted(command: Command, device_type: str) -> None:
+    command.script(DIFFERING_MODELS)
     for count in ("1", "2"):
         words = ("--ranks", "2", "--cpu-ranks", count, "--run-dir", count, "--set", "how=alike", "--set", "steps=20")
         ended = command.run("run", "script.py", *words)
@@ -226,7 +232,7 @@ def test_the_same_model_on_each_kind_of_device_is_not(command: Command, kind: st
     assert result(command, "1")["loss"] == pytest.approx(result(command, "2")["loss"], rel=1e-5)
 
 
-def test_doctor_says_a_line_that_works_here(command: Command, kind: str) -> None:
+def test_doctor_proposes_a_command_for_this_host(command: Command, device_type: str) -> None:
     ended = command.run("doctor")
-    assert f"{kind}:0" in ended.out
+    assert f"{device_type}:0" in ended.out
     assert ended.out.splitlines()[-1] == "Ready. Next: unisono run text --ranks 2 --cpu-ranks 1"

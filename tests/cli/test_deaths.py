@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.cli.command import Command
-from tests.cli.test_training import SCRIPT, result, undisturbed
+from tests.cli.test_training import SCRIPT, result, uninterrupted
 
 JOIN_REQUESTED = "run.context.group.monitor.join_requested"
 
@@ -27,7 +27,7 @@ DYING = SCRIPT.replace(
 )
 
 
-def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
+def test_the_others_continue_and_a_replacement_joins(command: Command) -> None:
     wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     ended = command.run(
@@ -37,20 +37,20 @@ def test_the_others_go_on_and_one_more_joins(command: Command) -> None:
     assert (command.folder / "kept" / "step-00000024").exists()
     locked = (command.folder / "kept" / ".lock").read_text()
     assert len(locked.splitlines()) == 1
-    assert locked != (command.folder / "lock-of-the-first").read_text()  # who leads now has locked it anew
+    assert locked != (command.folder / "lock-of-the-first").read_text()  # the new rank 0 has locked the folder again
     found = result(command, "out")
     assert (found["steps"], found["ranks"]) == (24, 3)
     assert [each["process"] for each in found["deaths"]] == [0]
     assert [each["process"] for each in found["joined"]] == [3]
     joined = found["joined"][0]["step"]
     assert joined in (5, 6)
-    told = ended.err.splitlines()
-    assert told[0].startswith("Process 0 died of SIGKILL after ")
-    assert told[0].endswith(" steps; the run continues with 2 processes. Its log is out/log/rank-0.log")
-    assert told[1:] == [f"Process 3 joined after {joined} steps; the run continues with 3 processes."]
-    assert found["weights_sha256"][:12] in ended.out  # said by the one that speaks now
+    messages = ended.err.splitlines()
+    assert messages[0].startswith("Process 0 died of SIGKILL after ")
+    assert messages[0].endswith(" steps; the run continues with 2 processes. Its log is out/log/rank-0.log")
+    assert messages[1:] == [f"Process 3 joined after {joined} steps; the run continues with 3 processes."]
+    assert found["weights_sha256"][:12] in ended.out  # printed by the new rank 0
     command.script(SCRIPT)
-    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
 
 
 FAILING = DYING.replace(
@@ -61,7 +61,7 @@ FAILING = DYING.replace(
             raise ERROR
         step.update(""",
 )
-"""Process 1 dies, in step 2; when another one has joined, processes of these numbers fail by themselves."""
+"""Process 1 dies in step 2. After its replacement has joined, the processes NUMBERS raise ERROR in step 8."""
 SLOW = pytest.mark.slow
 
 
@@ -74,33 +74,33 @@ SLOW = pytest.mark.slow
             "unisono.errors.LoopError('Ask.', 'True.', 'Do.')",
             1,
             "  Next: Do.",
-            id="who joined",
+            id="replacement",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "0, 1, 2", "SystemExit(3)", 3, "the script exited with status 3", id="by exit", marks=pytest.mark.slow
         ),
-        pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="without a word"),
+        pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="no message"),
     ],
 )
-def test_what_was_survived_is_no_reason_for_a_later_failure(
+def test_a_survived_death_is_not_the_cause_of_a_later_failure(
     command: Command, numbers: str, error: str, status: int, last: str
 ) -> None:
     text = FAILING.replace("NUMBERS", numbers).replace("JOINED", JOIN_REQUESTED).replace("ERROR", error)
     command.script(text)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=2:1")
     assert ended.status == status, ended.err
-    told = ended.err.splitlines()
-    assert told[0].startswith("Process 1 died of SIGKILL after ")
-    assert told[1].startswith("Process 2 joined after ")
+    messages = ended.err.splitlines()
+    assert messages[0].startswith("Process 1 died of SIGKILL after ")
+    assert messages[1].startswith("Process 2 joined after ")
     failed = r"(failed; its log is out/log/rank-[02]\.log|exited with status 3 and no error message \(os\._exit\?\)\.)"
-    assert re.fullmatch(rf"(Rank 0 of 2|Process 2, a replacement,) {failed}", told[2]), told
-    assert told[2].startswith("Process 2") or numbers != "2,"
-    assert told[-1] == last
+    assert re.fullmatch(rf"(Rank 0 of 2|Process 2, a replacement,) {failed}", messages[2]), messages
+    assert messages[2].startswith("Process 2") or numbers != "2,"
+    assert messages[-1] == last
     assert "Restarting" not in ended.err
 
 
-def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
+def test_a_death_of_the_replacement_is_not_the_cause_of_a_later_failure(command: Command) -> None:
     die = """if world.number > 1:
     Path(__file__).with_name("came").touch()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -118,8 +118,8 @@ def test_nor_is_it_when_who_was_to_join_has_died_too(command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_a_death_that_the_others_fail_of_is_the_reason(command: Command) -> None:
-    """An iterator cannot be walked through twice: they have formed a group without it, and cannot go on."""
+def test_a_death_that_makes_the_others_fail_is_the_cause(command: Command) -> None:
+    """The other processes form a new group, but cannot repeat an evaluation whose data is an iterator."""
     measure = """
 def measure(output, x, y):
     if world.number == 1 and not Path(__file__).with_name("died").exists():
@@ -142,7 +142,7 @@ def main("""
 
 
 @pytest.mark.slow
-def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
+def test_a_replica_of_shards_ends_and_is_replaced_as_a_whole(command: Command) -> None:
     wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     command.script(DYING.replace("        step.update(", wait + "        step.update("))
     words = ("--ranks", "4", "--run-dir", "out", "--set", "parallel.shard=2", "--set", "deaths=2:1")
@@ -152,18 +152,18 @@ def test_a_replica_of_shards_goes_and_comes_as_one(command: Command) -> None:
     assert (found["steps"], found["ranks"], found["survival"]) == (24, 4, "survivors")
     assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
     assert sorted(each["process"] for each in found["joined"]) == [4, 5]
-    told = ended.err.splitlines()
-    assert told[0].startswith("Process 1 died of SIGKILL after ")
-    assert "steps; the run continues with 2 processes." in told[0]
-    assert told[1].startswith("Process 0 was killed too: it shared a model with it.")
+    messages = ended.err.splitlines()
+    assert messages[0].startswith("Process 1 died of SIGKILL after ")
+    assert "steps; the run continues with 2 processes." in messages[0]
+    assert messages[1].startswith("Process 0 was killed too: it shared a model with it.")
     command.script(SCRIPT)
-    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
 
 
 @pytest.mark.slow
-def test_too_few_are_left_and_all_begin_again_from_the_checkpoint(command: Command) -> None:
+def test_too_few_survivors_restart_from_the_checkpoint(command: Command) -> None:
     command.script(DYING)
-    whole = undisturbed(command)
+    whole = uninterrupted(command)
     ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1")
     assert ended.status == 0, ended.err
     found = result(command, "out")
@@ -194,21 +194,21 @@ def test_a_hanging_process_is_killed_and_the_others_continue(command: Command) -
     command.script(HANGING.replace("NUMBERS", "1,"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=2:0")
     assert ended.status == 0, ended.err
-    told = ended.err.splitlines()
-    assert told[0] == "Process 1 hangs while leaving its group and is killed. Its log is out/log/rank-1.log"
-    assert {line.split(" after ")[0] for line in told[1:3]} == {
+    messages = ended.err.splitlines()
+    assert messages[0] == "Process 1 hangs while leaving its group and is killed. Its log is out/log/rank-1.log"
+    assert {line.split(" after ")[0] for line in messages[1:3]} == {
         "Process 0 died of SIGKILL",
         "Process 1 died of SIGKILL",
     }
     command.script(SCRIPT)
     found = result(command, "out")
-    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
     assert sorted(each["process"] for each in found["deaths"]) == [0, 1]
     assert "resumed_at" not in found
 
 
 @pytest.mark.slow
-def test_if_all_hang_the_run_is_restarted(command: Command) -> None:
+def test_the_run_restarts_if_all_processes_hang(command: Command) -> None:
     command.script(HANGING.replace("NUMBERS", "1, 2"))
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", "--set", "deaths=6:0", times=2)
     assert ended.status == 0, ended.err
@@ -218,13 +218,13 @@ def test_if_all_hang_the_run_is_restarted(command: Command) -> None:
     found = result(command, "out")
     assert found["resumed_at"] == 4
     command.script(SCRIPT)
-    assert found["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
 
 
 @pytest.mark.slow
-def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Command) -> None:
+def test_shards_are_restored_from_their_replicas_without_a_checkpoint(command: Command) -> None:
     command.script(DYING.replace("(every=4)", "(every=100)"))
-    whole = undisturbed(command)
+    whole = uninterrupted(command)
     ended = command.run(
         *("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "deaths=6:1"),
         *("--set", "parallel.shard=2", "--set", "parallel.replicate_shards=true"),
@@ -240,13 +240,13 @@ def test_shards_come_back_from_their_buddies_without_any_checkpoint(command: Com
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_it_is_given_up_when_nothing_gets_further(command: Command) -> None:
+def test_restarts_stop_without_progress(command: Command) -> None:
     command.script(DYING.replace(".touch()", ".exists()"))
     ended = command.run("run", "script.py", "--ranks", "2:2", "--run-dir", "out", "--set", "deaths=6:1", times=4)
     assert ended.status == 1
     assert ended.err.count("Rank 1 of 2 died of signal 9 (SIGKILL)") == 4
     assert "Stopped restarting: the run died 4 times without a new checkpoint." in ended.err
-    assert "if a process dies" not in ended.out  # of two that must both be there
+    assert "if a process dies" not in ended.out  # no process of --ranks 2:2 may be missing
 
 
 @pytest.mark.parametrize("ranks", ["0:2", "3:2", "two", "1:two"])
@@ -258,9 +258,9 @@ def test_a_wrong_number_of_processes_is_refused(command: Command, ranks: str) ->
 
 
 @pytest.mark.slow
-def test_a_manager_that_starts_everything_again_need_not_say_resume(command: Command) -> None:
+def test_a_restart_by_a_manager_resumes_without_the_flag(command: Command) -> None:
     command.script(SCRIPT)
-    whole = undisturbed(command)
+    whole = uninterrupted(command)
     assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=8").status == 0
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():

@@ -1,4 +1,4 @@
-"""`unisono doctor`: what it finds, and that a broken library breaks only its own line."""
+"""`unisono doctor`: its findings. A broken library affects only its own line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from tests.cli.command import Command
 from unisono.cli.commands.doctor import Finding, print_finding, run_isolated
 
 
-def test_a_broken_torchvision_is_found_and_the_rest_is_measured(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_torchvision_does_not_stop_other_checks(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     package = command.folder / "packages" / "torchvision"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     ended = command.run("doctor", "--json")
     assert ended.status == 1
-    told = json.loads(ended.out)
-    found = {finding["what"]: finding for finding in told["findings"]}
-    assert told["broken"] == sum(finding["level"] == "broken" for finding in told["findings"]) >= 1
+    report = json.loads(ended.out)
+    found = {finding["what"]: finding for finding in report["findings"]}
+    assert report["broken"] == sum(finding["level"] == "broken" for finding in report["findings"]) >= 1
     broken = found["torchvision"]
     assert broken["level"] == "broken"
     assert "operator torchvision::nms does not exist" in broken["true"]
@@ -35,14 +33,14 @@ def test_a_broken_torchvision_is_found_and_the_rest_is_measured(
     assert all(finding["do"] for finding in found.values() if finding["level"] == "broken")
 
 
-def test_code_that_fails_or_crashes_is_told_by_its_last_line() -> None:
+def test_isolated_code_that_fails_is_reported_by_its_last_line() -> None:
     assert run_isolated("print('noise'); print('answer')") == ("answer", "")
     assert run_isolated("raise RuntimeError('half\\nwhole')") == (None, "whole")
     assert run_isolated("import os; os.abort()") == (None, "it crashed (signal 6)")
     assert run_isolated("raise SystemExit(3)") == (None, "no message")
 
 
-def test_a_finding_says_what_to_do(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_finding_shows_the_next_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     print_finding(Finding("broken", "disk", f"0.0 GB free in {tmp_path}", "free some"))
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"broken disk           0.0 GB free in {tmp_path}"

@@ -1,4 +1,4 @@
-"""What a script's own model cannot bear: told before any process of the run starts, and nothing of it is left."""
+"""Dry runs: settings that do not fit the model of a script are refused before the run starts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.asking import Ask
 from tests.cli.command import Command
+from tests.cli.refused_requests import RequestProblems
 from unisono import environment
 from unisono.environment import World
 from unisono.errors import SettingsError
@@ -102,10 +102,10 @@ if __name__ == "__main__":
     ],
 )
 def test_an_impossible_division_of_the_model_is_refused_before_the_start(
-    ask: Ask, tmp_path: Path, words: str, true: str, do: str
+    request_problems: RequestProblems, tmp_path: Path, words: str, true: str, do: str
 ) -> None:
     (tmp_path / "gpt.py").write_text(MODEL)
-    (problem,) = ask("run", "gpt.py", *words.split())
+    (problem,) = request_problems("run", "gpt.py", *words.split())
     assert true in problem.true
     assert do in problem.do
 
@@ -169,25 +169,25 @@ def test_a_dry_run_has_a_time_limit(tmp_path: Path) -> None:
     assert outcome.failure.signal == signal.SIGALRM
 
 
-def _go_through(_: World, folder: str, words: list[str], size: int) -> str:
-    """What a dry run of the script there refuses, without the command around it; '': nothing."""
+def _dry_run(_: World, folder: str, words: list[str], size: int) -> str:
+    """Do a dry run of the script in a folder and return its error, or an empty string."""
     sys.argv = [f"{folder}/gpt.py", "--run-dir=out", *words]
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as record_folder:
         environment.assign(
-            World(rank=size - 1, size=size, local_size=size, launcher="unisono", folder=folder, dry=place)
+            World(rank=size - 1, size=size, local_size=size, launcher="unisono", folder=folder, dry=record_folder)
         )
         try:
             with suppress(SystemExit):
                 runpy.run_path(sys.argv[0], run_name="__main__")
-        except SettingsError as refused:
-            return str(refused)
+        except SettingsError as error:
+            return str(error)
     return ""
 
 
-def refused(folder: Path, script: str, words: str, size: int = 2) -> str:
+def dry_run_error(folder: Path, script: str, words: str, size: int = 2) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "gpt.py").write_text(script)
-    found: str = run_ranks(_go_through, 1, str(folder), words.split(), size)[0]
+    found: str = run_ranks(_dry_run, 1, str(folder), words.split(), size)[0]
     return found
 
 
@@ -206,15 +206,15 @@ DIVIDED = MODEL.replace("GPT(run.settings))", "GPT(run.settings), sequence=uniso
             "loss, forward=lambda m, b: m(b[0][:, :-1])", "loss, mean=True, forward=lambda m, b: m(b[0][:, :-1])"
         ),
     ],
-    ids=["an evaluation before the loop", "a mean"],
+    ids=["evaluation before the loop", "mean"],
 )
 def test_the_first_forward_pass_is_checked_in_any_call(tmp_path: Path, script: str) -> None:
-    assert "3 heads" in refused(tmp_path, script, "--set parallel.tensor=2")
+    assert "3 heads" in dry_run_error(tmp_path, script, "--set parallel.tensor=2")
 
 
 def test_heads_must_be_divisible_by_context(tmp_path: Path) -> None:
-    assert "no multiple of 2" in refused(tmp_path, DIVIDED, "--set parallel.context=2")
-    assert not refused(tmp_path / "run", DIVIDED, "--set parallel.context=2 --set heads=4")
+    assert "no multiple of 2" in dry_run_error(tmp_path, DIVIDED, "--set parallel.context=2")
+    assert not dry_run_error(tmp_path / "run", DIVIDED, "--set parallel.context=2 --set heads=4")
 
 
 @pytest.mark.parametrize(
@@ -226,22 +226,22 @@ def test_heads_must_be_divisible_by_context(tmp_path: Path) -> None:
 )
 def test_parameters_frozen_before_the_first_gradient_are_not_refused(tmp_path: Path, frozen: str) -> None:
     words = "--set compress.kind=int8 --set dtype=float64"
-    assert not refused(tmp_path, MODEL.replace(LOOP, frozen), words)
+    assert not dry_run_error(tmp_path, MODEL.replace(LOOP, frozen), words)
 
 
 def test_a_pass_sees_its_own_parameters(tmp_path: Path) -> None:
     first = "optimizer = torch.optim.AdamW(model.embed.parameters())\n" + LOOP
     script = MODEL.replace(LOOP, "    " + first).replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
-    assert not refused(tmp_path, script, "--set compress.kind=int8 --set dtype=float64")
+    assert not dry_run_error(tmp_path, script, "--set compress.kind=int8 --set dtype=float64")
 
 
 def test_integer_parameters_that_are_not_trained_are_not_refused(tmp_path: Path) -> None:
     words = "--set compress.kind=int8 --set counts=true"
-    assert "register_buffer" in refused(tmp_path / "all", MODEL, words)
+    assert "register_buffer" in dry_run_error(tmp_path / "all", MODEL, words)
     named = MODEL.replace("b[0][:, :-1]))", "b[0][:, :-1]), over=[optimizer])")
-    assert "register_buffer" in refused(tmp_path / "all named", named, words)
+    assert "register_buffer" in dry_run_error(tmp_path / "all named", named, words)
     trains = named.replace("AdamW(model.parameters()", "AdamW([p for p in model.parameters() if p.requires_grad]")
-    assert not refused(tmp_path / "those that train", trains, words)
+    assert not dry_run_error(tmp_path / "those that train", trains, words)
 
 
 def test_code_after_unisono_main_is_not_part_of_a_dry_run(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_code_after_unisono_main_is_not_part_of_a_dry_run(tmp_path: Path) -> Non
     script = MODEL.replace("main(main, Settings)", "main(main, Settings)" + more).replace(
         "    with run.first():", alone
     )
-    assert "3 heads" in refused(tmp_path, script, "--set parallel.tensor=2")
+    assert "3 heads" in dry_run_error(tmp_path, script, "--set parallel.tensor=2")
     script = script.replace("heads: int = 3", "heads: int = 2")
-    assert not refused(tmp_path, script, "--set parallel.tensor=2")
+    assert not dry_run_error(tmp_path, script, "--set parallel.tensor=2")
     assert not (tmp_path / "after").exists()

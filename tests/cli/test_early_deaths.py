@@ -1,15 +1,15 @@
-"""A process that dies before its first step: all processes start again, and the run ends as if nothing had happened."""
+"""A process that dies before its first step: all processes restart, and the run has the same bits."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.cli.command import Command
-from tests.cli.test_training import SCRIPT, result, undisturbed
+from tests.cli.test_training import SCRIPT, result, uninterrupted
 
 DYING = SCRIPT.replace(
     "from dataclasses",
-    """DEATHS = {}  # place: the ranks that are killed when they come to it for the first time
+    """DEATHS = {}  # place: the ranks that are killed when they first reach it
 
 def die(place):
     mark = Path(__file__).with_name(f"died-{place}-{world.rank}")
@@ -28,29 +28,29 @@ PLACES = {
     "step": "        for inputs, targets in step:",
     "update": "        step.update(",
 }
-"""What the process that dies at this place comes to next."""
+"""The line of the script that follows each place of a death."""
 for name, line in PLACES.items():
     indent = line[: len(line) - len(line.lstrip())]
     DYING = DYING.replace(line, f'{indent}die("{name}")\n{line}')
 
 
-def check(command: Command, deaths: dict[str, tuple[int, ...]], ranks: int, *words: str) -> str:
-    """Run the script in so many processes, which are killed at these places; return what it said on standard error."""
+def run_with_deaths(command: Command, deaths: dict[str, tuple[int, ...]], ranks: int, *words: str) -> str:
+    """Run the script with deaths at these places, compare its bits, and return standard error."""
     command.script(DYING.replace("DEATHS = {}", f"DEATHS = {deaths}"))
     ended = command.run("run", "script.py", "--ranks", str(ranks), "--run-dir", "out", *words, times=4)
     assert ended.status == 0, ended.err
     command.script(SCRIPT)
-    assert result(command, "out")["weights_sha256"] == undisturbed(command)["weights_sha256"]
+    assert result(command, "out")["weights_sha256"] == uninterrupted(command)["weights_sha256"]
     return ended.err
 
 
 def test_a_death_after_the_processes_have_met(command: Command) -> None:
-    told = check(command, {"place": (1,)}, 2)
-    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in told
-    assert "Restarting from the beginning, because nothing was saved yet (1 of 3)." in told
+    messages = run_with_deaths(command, {"place": (1,)}, 2)
+    assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in messages
+    assert "Restarting from the beginning, because nothing was saved yet (1 of 3)." in messages
 
 
-def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_looks(command: Command) -> None:
+def test_a_lost_connection_is_not_the_cause_even_if_the_launcher_is_late(command: Command) -> None:
     command.script("""
         import json, subprocess
 
@@ -82,47 +82,49 @@ def test_a_lost_connection_is_no_failure_of_its_own_however_late_the_launcher_lo
 @pytest.mark.parametrize(
     "words",
     [(), ("parallel.shard=2",), ("parallel.shard=2", "parallel.replicate_shards=true")],
-    ids=["whole", "shards", "buddies"],
+    ids=["whole", "shards", "shard replicas"],
 )
-def test_two_at_once_and_again_after_the_restart(command: Command, words: tuple[str, ...]) -> None:
-    told = check(
+def test_two_deaths_at_once_and_one_after_the_restart(command: Command, words: tuple[str, ...]) -> None:
+    messages = run_with_deaths(
         command,
         {"script": (0, 1), "step": (1,)},
         2,
         *(word for each in words for word in ("--set", each)),
     )
-    assert "(1 of 3)" in told
+    assert "(1 of 3)" in messages
 
 
 @pytest.mark.parametrize(
-    ("sign", "why"),
+    ("signal_number", "reason"),
     [
         (9, "(SIGKILL): usually the machine ran out of memory"),
         (11, "(SIGSEGV): a crash in compiled code"),
     ],
 )
 def test_a_process_that_always_dies_is_explained_and_restarted_three_times(
-    command: Command, sign: int, why: str
+    command: Command, signal_number: int, reason: str
 ) -> None:
     command.script(f"""
         print("loading 900 GB")
         if world.rank == 1:
-            os.kill(os.getpid(), {sign})
+            os.kill(os.getpid(), {signal_number})
         signal.pause()
         """)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
-    assert ended.err.count(f"Rank 1 of 2 died of signal {sign} {why}") == 4
-    told = [line for line in ended.err.splitlines() if line.startswith("Restarting")]
+    assert ended.err.count(f"Rank 1 of 2 died of signal {signal_number} {reason}") == 4
+    restarts = [line for line in ended.err.splitlines() if line.startswith("Restarting")]
     again = "Restarting from the beginning, because nothing was saved yet"
-    assert told == [f"{again} ({number} of 3)." for number in (1, 2, 3)]
+    assert restarts == [f"{again} ({number} of 3)." for number in (1, 2, 3)]
     assert ended.err.splitlines()[-1] == "Stopped restarting: the run died 4 times without a new checkpoint."
-    assert ("    loading 900 GB" in ended.err.splitlines()) == (sign == 9)  # else Python writes its stack below it
+    assert ("    loading 900 GB" in ended.err.splitlines()) == (
+        signal_number == 9
+    )  # after other signals, Python writes its stack instead
     command.wait_until_gone()
 
 
-def test_a_script_that_closes_the_pipe_to_its_launcher_trains_on(command: Command) -> None:
-    """As a daemon does; a signal that stops the process then makes the read of that descriptor start again."""
+def test_a_script_may_close_the_pipe_to_its_launcher(command: Command) -> None:
+    """Daemons close all descriptors. After a stop signal, the interrupted read of that descriptor restarts."""
     command.script("""
         import json, subprocess
 
@@ -133,7 +135,7 @@ def test_a_script_that_closes_the_pipe_to_its_launcher_trains_on(command: Comman
         look = f"grep -L '^State:.T' /proc/{os.getpid()}/task/*/status"
         stop = f"kill -STOP {os.getpid()}; while [ -n \\"$({look})\\" ]; do :; done; kill -CONT {os.getpid()}"
         subprocess.run(["sh", "-c", stop])
-        time.sleep(0.3)  # for what must not happen
+        time.sleep(0.3)  # time for the folder to be deleted by mistake
         print("the folder is there:", folder.exists())
         """)
     ended = command.run("run", "script.py", "--run-dir", "out")

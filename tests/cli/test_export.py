@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from tests.checkpoints import save
-from tests.cli.asking import Ask
 from tests.cli.command import last_json
+from tests.cli.refused_requests import RequestProblems
 from tests.ranks.training import MLP, TinyGPT, settings, train
 from unisono.checkpoint.export_weights import without_ties
 from unisono.checkpoint.load import load, newest
@@ -22,7 +22,7 @@ from unisono.testing import run_ranks
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two shards, with tied weights, a frozen parameter and one that nobody uses."""
+    """Train on two shards, with tied weights, a frozen parameter and an unused one."""
     folder = tmp_path_factory.mktemp("run")
     run_ranks(train, 2, "gpt", settings(steps=3, parallel=ParallelSettings(shard=2)), str(folder))
     return folder
@@ -41,10 +41,10 @@ def test_weights_of_shards_load_into_a_whole_model(
     for name, tensor in found.items():
         assert torch.equal(tensor, saved[name]), name
     with safe_open(out, framework="pt") as file:
-        said = file.metadata()
+        metadata = file.metadata()
     assert main(["fingerprint", str(trained), "--json"]) == 0
-    assert said["weights_sha256"] == last_json(capsys.readouterr().out)["weights_sha256"] == facts["weights_sha256"]
-    assert (said["step"], said["format"], said["head.weight"]) == ("3", "pt", "embed.weight")
+    assert metadata["weights_sha256"] == last_json(capsys.readouterr().out)["weights_sha256"] == facts["weights_sha256"]
+    assert (metadata["step"], metadata["format"], metadata["head.weight"]) == ("3", "pt", "embed.weight")
 
     one, other = TinyGPT(), TinyGPT()
     load_model(one, out)
@@ -82,9 +82,9 @@ def test_existing_files_are_overwritten_only_with_force(
     out = tmp_path / "m.safetensors"
     save_file({"mine": torch.ones(1)}, out)
     assert main(["export", str(trained), str(out)]) == 2
-    said = capsys.readouterr().err
-    assert f"{out} exists.\n" in said
-    assert f"  Next: unisono export {trained} {out} --force, or: " in said
+    text = capsys.readouterr().err
+    assert f"{out} exists.\n" in text
+    assert f"  Next: unisono export {trained} {out} --force, or: " in text
     assert [*load_file(out)] == ["mine"]
     assert main(["export", str(trained), str(out), "--force"]) == 0
     assert "embed.weight" in load_file(out)
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "do"),
+    ("words", "message", "do"),
     [
         (["nowhere", "m.safetensors"], "There is no folder nowhere.", "unisono export "),
         ([".", "m.safetensors"], "There is no checkpoint in .", "unisono export "),
@@ -108,8 +108,10 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
         (["RUN"], "and the file to write", "unisono export runs/NAME-TIME model.safetensors"),
     ],
 )
-def test_wrong_requests(trained: Path, tmp_path: Path, ask: Ask, words: list[str], said: str, do: str) -> None:
+def test_wrong_requests(
+    trained: Path, tmp_path: Path, request_problems: RequestProblems, words: list[str], message: str, do: str
+) -> None:
     (tmp_path / "RUN").symlink_to(trained)
-    (problem,) = ask("export", *words)
-    assert said in str(problem)
+    (problem,) = request_problems("export", *words)
+    assert message in str(problem)
     assert problem.do.startswith(do)

@@ -1,4 +1,4 @@
-"""Host names that do not resolve: one message within seconds, with the name and what to do."""
+"""Host names that do not resolve: one message within seconds, with the name and the next step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.distributed.rendezvous.host_names import (
 from unisono.environment import World
 from unisono.errors import UnreachableHostError
 
-NOWHERE = "nobody.invalid"
+NOWHERE = "nowhere.invalid"
 """RFC 2606: no name under .invalid ever resolves."""
 
 AWAY = World(rank=1, size=2, local_rank=0, local_size=1, host="here", store="env://", launcher="torchrun")
@@ -31,7 +31,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "20000")
 
 
-def test_a_meeting_host_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rendezvous_host_that_does_not_resolve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", NOWHERE)
     with pytest.raises(UnreachableHostError) as caught:
         resolve_rendezvous_host(AWAY, timeout=0.0)
@@ -43,8 +43,8 @@ def test_a_meeting_host_that_does_not_resolve_is_refused(monkeypatch: pytest.Mon
         resolve_rendezvous_host(World(size=2, local_size=2, store="env://"), timeout=0.0)
 
 
-def test_one_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a pod of Kubernetes does."""
+def test_a_host_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a Kubernetes pod resolves only after the pod has started."""
     monkeypatch.setenv("MASTER_ADDR", NOWHERE)
     answers = [OSError(-2, "not yet"), []]
 
@@ -72,12 +72,14 @@ def test_a_host_whose_own_name_does_not_resolve_needs_an_interface(monkeypatch: 
     with pytest.raises(UnreachableHostError, match=f"GLOO_SOCKET_IFNAME={interface()} "):
         require_own_host_name(lost, "gloo")
     require_own_host_name(lost, "nccl")
-    require_own_host_name(World(size=2, local_size=2, host=NOWHERE), "gloo")  # all on one host: loopback is right
+    require_own_host_name(
+        World(size=2, local_size=2, host=NOWHERE), "gloo"
+    )  # all on one host: they use the loopback interface
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     require_own_host_name(lost, "gloo")
 
 
-def test_a_script_says_so_once_and_without_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_reports_the_host_once_without_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(command.folder / "script.py").write_text("import unisono\nunisono.main(lambda run: None)\n")
     given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": NOWHERE}
     for name, value in given.items():

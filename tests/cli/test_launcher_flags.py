@@ -1,4 +1,4 @@
-"""Flags of other launchers that a script has settings for, or that a launcher passes to it."""
+"""Flags of other launchers: settings of a script with the same name, and flags that a launcher adds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.errors import SettingsError
 
 @dataclass(frozen=True, kw_only=True)
 class Named(unisono.Settings):
-    """A script with settings that are flags elsewhere."""
+    """Settings whose names are flags of launchers."""
 
     hosts: int = 1
     local_rank: int = 0
@@ -29,7 +29,7 @@ def test_a_setting_takes_precedence_over_a_launchers_flag() -> None:
 
 @pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])
 def test_the_local_rank_of_old_launchers_is_ignored(flag: str) -> None:
-    """python -m torch.distributed.launch and deepspeed say it in LOCAL_RANK and on the command line."""
+    """torch.distributed.launch and deepspeed pass it in LOCAL_RANK and on the command line."""
     words = [flag, "--set", "steps=3", "--", flag]
     world = World(rank=1, size=2, local_rank=1, local_size=2, launcher="torchrun")
     assert without_local_rank(words, world) == ["--set", "steps=3", "--", flag]

@@ -1,4 +1,4 @@
-"""The processes that mpirun starts train one model, and not each its own."""
+"""Processes that mpirun starts train one model together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUEST = ("--set", "steps=3", "--set", "batch=16")
 
 @pytest.fixture
 def folder(command: Command) -> Path:
-    """With the script, and a run of it in one process."""
+    """Return a folder with the script and a run of it in one process."""
     (command.folder / "script.py").write_text(SCRIPT)
     command.train("alone", *REQUEST)
     return command.folder
@@ -50,23 +50,27 @@ def result(folder: Path, run_dir: str) -> dict[str, Any]:
     return content
 
 
-def test_processes_with_its_variables_meet_and_have_the_bits_of_one(folder: Path) -> None:
+def test_processes_with_variables_of_mpirun_have_the_bits_of_one_process(folder: Path) -> None:
     words = [sys.executable, "script.py", "--run-dir", "both", *REQUEST]
     ended = []
     for rank in range(2):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "SIZE": 2, "LOCAL_SIZE": 2}
-        said = {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
-        said |= {"PMIX_NAMESPACE": folder.name + str(hash(folder)), "PMIX_RANK": str(rank), "PYTHONPATH": str(ROOT)}
+        variables = {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in numbers.items()}
+        variables |= {
+            "PMIX_NAMESPACE": folder.name + str(hash(folder)),
+            "PMIX_RANK": str(rank),
+            "PYTHONPATH": str(ROOT),
+        }
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ended.append(subprocess.Popen(words, cwd=folder, env=inherited(said), text=True, **pipes))  # type: ignore[call-overload]
-    said_by = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in ended]
-    assert [process.returncode for process in ended] == [0, 0], said_by
+        ended.append(subprocess.Popen(words, cwd=folder, env=inherited(variables), text=True, **pipes))  # type: ignore[call-overload]
+    output = [process.communicate(timeout=PATIENCE_SECONDS)[0] for process in ended]
+    assert [process.returncode for process in ended] == [0, 0], output
     assert result(folder, "both")["ranks"] == 2
     assert result(folder, "both")["weights_sha256"] == result(folder, "alone")["weights_sha256"]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not here: Debian's openmpi-bin has it")
-def test_mpirun_itself(folder: Path) -> None:
+def test_a_run_under_mpirun_has_the_bits_of_one_process(folder: Path) -> None:
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "script.py"]
     about = inherited({"PYTHONPATH": str(ROOT)})
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""`unisono.launch` from a notebook in a real kernel, a script, the prompt: with the bits of `unisono run`."""
+"""`unisono.launch` from a notebook, a script and the prompt has the bits of `unisono run`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ except unisono.SettingsError as error:
 """
 
 
-def alone(command: Command) -> str:
-    """The fingerprint of `unisono run script.py` with a width of 4."""
+def command_fingerprint(command: Command) -> str:
+    """Return the fingerprint of `unisono run script.py` with a width of 4."""
     (command.folder / "script.py").write_text(
         f"{CELL}\n\nif __name__ == '__main__':\n    unisono.main(main, Settings)\n"
     )
@@ -86,11 +86,11 @@ def fingerprint(run_dir: Path) -> str:
     return str(json.loads((run_dir / "result.json").read_text())["weights_sha256"])
 
 
-def said_by(cell: Any) -> str:
+def output_of(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-def test_a_notebook(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_has_the_bits_of_the_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(command.folder))
@@ -100,16 +100,16 @@ def test_a_notebook(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(command.folder)}}).execute()
     trained, resumed, failed, refused = notebook.cells[1:]
-    *live, last = said_by(trained).splitlines()
-    assert last == alone(command)
+    *live, last = output_of(trained).splitlines()
+    assert last == command_fingerprint(command)
     assert any(line.startswith("step 3/3  loss ") for line in live)
     assert resumed.outputs[-1]["data"]["text/plain"] == "5"
-    assert said_by(failed).splitlines()[-1] == "1 AssertionError True"
-    assert said_by(refused) == "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)\n"
+    assert output_of(failed).splitlines()[-1] == "1 AssertionError True"
+    assert output_of(refused) == "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)\n"
 
 
 @pytest.mark.slow
-def test_a_script_and_the_prompt(command: Command) -> None:
+def test_a_script_and_the_prompt_have_the_bits_of_the_command(command: Command) -> None:
     call = "unisono.launch(main, Settings(model=ModelSettings(width=4)), ranks=2, run_dir='{}')"
     (command.folder / "launching.py").write_text(f"{CELL}\n{call.format('script')}\n")
     ended = command.end(command.start_python("launching.py"))
@@ -117,14 +117,14 @@ def test_a_script_and_the_prompt(command: Command) -> None:
     prompt = f"exec({CELL!r})\n{call.format('prompt')}"
     ended = command.end(command.start_python("-c", prompt))
     assert ended.status == 0, ended.err
-    assert {fingerprint(command.folder / name) for name in ("script", "prompt")} == {alone(command)}
+    assert {fingerprint(command.folder / name) for name in ("script", "prompt")} == {command_fingerprint(command)}
 
 
 STOPPED = """
 import os, sys
 
 def waits(run):
-    def told(step):
+    def say_step(step):
         if step.number == 2 and run.is_main:
             os.write(os.open("alive", os.O_WRONLY), b"ready\\n")
         return step
@@ -135,7 +135,7 @@ def waits(run):
         for numbers in step:
             step.backward(model(torch.ones(len(numbers), 6)).sum(), weight=len(numbers))
         step.update(optimizer)
-        told(step)
+        say_step(step)
 
 try:
     unisono.launch(waits, Settings(steps=10**9), ranks=2, run_dir="stopped")
@@ -158,7 +158,7 @@ def test_ctrl_c_saves_and_is_raised(command: Command) -> None:
     assert list((command.folder / "stopped" / "checkpoints").glob("step-*"))
 
 
-def test_what_is_wrong_is_told_before_anything_starts(command: Command) -> None:
+def test_wrong_arguments_are_refused_before_the_start(command: Command) -> None:
     calls = ["Settings(batch=0)", "Settings(), ranks=99", "Settings(), resume=True", "Settings(), ranks='two'"]
     text = "import threading\nlock = threading.Lock()\ndef locked(run): lock.acquire()\n"
     for call in (*(f"main, {call}" for call in calls), "locked, Settings()", "main, 'a string'"):

@@ -1,4 +1,4 @@
-"""A script for another library, started as one of ours, ends with a pointer to the page that converts it."""
+"""A script for another library that `unisono run` starts ends with the page that converts it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.cli.command import ROOT, Command
 from unisono.cli.request.other_libraries import foreign
 
 
-def before(page: str) -> str:
-    """The script that a page of docs converts."""
+def unconverted_script(page: str) -> str:
+    """Return the script that a page of the docs converts."""
     text = (ROOT / "docs" / "start" / page).read_text(encoding="utf-8")
     found = re.search(r"^## Before\n\n```python\n(.*?)^```", text, re.M | re.S)
     assert found is not None
@@ -23,7 +23,7 @@ def before(page: str) -> str:
 @pytest.mark.parametrize("page", ["from-ddp.md", "from-accelerate.md", "from-fabric.md"])
 def test_each_page_matches_its_own_script(tmp_path: Path, page: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(before(page))
+    script.write_text(unconverted_script(page))
     found = foreign(script)
     assert found is not None
     assert found[1] == f"docs/start/{page}"
@@ -51,14 +51,14 @@ def test_other_scripts_match_no_page(tmp_path: Path, text: str) -> None:
 
 
 def test_a_ddp_script_is_answered_with_a_page(command: Command) -> None:
-    (command.folder / "ddp.py").write_text(before("from-ddp.md"))
+    (command.folder / "ddp.py").write_text(unconverted_script("from-ddp.md"))
     ended = command.run("run", "ddp.py", "--ranks", "2")
     assert ended.status == 1
     assert "environment variable RANK expected" in ended.err
-    told = ended.err.splitlines()[-3:]
-    assert told[0] == "ddp.py ended without calling unisono.main."
-    assert told[1].startswith("  It uses torch's DistributedDataParallel.")
-    assert told[2].startswith("  Next: docs/start/from-ddp.md converts such a script")
+    message = ended.err.splitlines()[-3:]
+    assert message[0] == "ddp.py ended without calling unisono.main."
+    assert message[1].startswith("  It uses torch's DistributedDataParallel.")
+    assert message[2].startswith("  Next: docs/start/from-ddp.md converts such a script")
 
 
 @pytest.mark.parametrize(("ranks", "status"), [("1", 0), ("2", 2)])
@@ -71,7 +71,7 @@ def test_a_script_that_trains_alone_is_answered_with_a_page(command: Command, ra
 
 @pytest.mark.slow
 def test_a_ddp_script_trains_under_torchrun(command: Command) -> None:
-    (command.folder / "ddp.py").write_text(before("from-ddp.md"))
+    (command.folder / "ddp.py").write_text(unconverted_script("from-ddp.md"))
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     ended = command.end(command.start_python(*start, sys.executable, "-P", "-m", "unisono.cli.main", "run", "ddp.py"))
     assert ended.status == 0, ended.err

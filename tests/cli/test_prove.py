@@ -1,4 +1,4 @@
-"""`unisono prove`: placements that agree are let through, a mistake is named, and figures are what they say."""
+"""`unisono prove`: placements that agree pass, the first difference is named, and the measures are correct."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json, start
+from tests.cli.refused_requests import RequestProblems
 from tests.cli.wrong_scripts import text_of
 from unisono.cli.commands.prove import LayoutProof, LayoutRow
 from unisono.cli.compare.layout_spec import LayoutLine, LayoutSpec, fitting, placement_of
@@ -40,7 +40,7 @@ unisono.main(main, unisono.Settings)
 """
 
 
-def proved(
+def prove(
     folder: Path, script: str, placements: Sequence[str], *sets: str, steps: int = 2, tolerance: float = 1e-5
 ) -> tuple[int, LayoutProof]:
     path = folder / "script.py"
@@ -61,7 +61,7 @@ def proved(
 
 def test_replicas_and_shards_are_equal_to_the_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placements = ["replicate=2", "shard=2", "shard=2,reshard=step"]
-    status, proof = proved(tmp_path, text_of({}), placements)
+    status, proof = prove(tmp_path, text_of({}), placements)
     assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True), proof.rows
     for row in proof.rows:
         assert (row.verdict, row.equal, row.loss, row.gradient, row.norm, row.weights) == ("agrees", True, 0, 0, 0, 0)
@@ -70,28 +70,28 @@ def test_replicas_and_shards_are_equal_to_the_bit(tmp_path: Path, capsys: pytest
     whole, half = proof.rows[0].bytes, proof.rows[1].bytes
     assert whole["parameters"] == (3 * 4 + 4 + 4 + 1) * 4
     assert half["parameters"] < whole["parameters"]
-    assert proof.rows[2].bytes["gradients"] > half["gradients"], "gathered once a step, they are whole for a while"
+    assert proof.rows[2].bytes["gradients"] > half["gradients"], "gathered once per step, they are whole for a while"
     assert not [path for path in (tmp_path / "proof").rglob("*") if path.name == "checkpoints"], "left before the end"
 
 
 def test_a_gradient_that_depends_on_the_number_of_processes_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loss is right, and so is the last layer's gradient: what comes behind the hook is not."""
+    """The loss and the gradient of the last layer agree; the gradients behind the hook differ."""
     wrong = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 0.001 * (SEEN[0] > 1)))"}
-    status, proof = proved(tmp_path, text_of(wrong), ["shard=2", "replicate=2"])
-    said = last_json(capsys.readouterr().out)
-    assert (status, said["agree"]) == (1, False)
-    assert said["first"]["what"] == "the gradient of first.bias in step 0"
-    assert said["first"]["placement"] == "shard=2"
-    assert said["first"]["error"] == pytest.approx(0.001, rel=1e-3)
-    assert "unisono check script.py" in said["advice"]
+    status, proof = prove(tmp_path, text_of(wrong), ["shard=2", "replicate=2"])
+    text = last_json(capsys.readouterr().out)
+    assert (status, text["agree"]) == (1, False)
+    assert text["first"]["what"] == "the gradient of first.bias in step 0"
+    assert text["first"]["placement"] == "shard=2"
+    assert text["first"]["error"] == pytest.approx(0.001, rel=1e-3)
+    assert "unisono check script.py" in text["advice"]
     assert [row.verdict for row in proof.rows] == ["differs", "differs"]
 
 
 def test_errors_within_the_tolerance_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nearly = {"before": "SEEN.append(run.size)", "forward": "x.register_hook(lambda g: g * (1 + 1e-5 * SEEN[0]))"}
-    status, proof = proved(tmp_path, text_of(nearly), ["replicate=2"], tolerance=1e-3)
+    status, proof = prove(tmp_path, text_of(nearly), ["replicate=2"], tolerance=1e-3)
     assert (status, proof.rows[0].equal) == (0, False), last_json(capsys.readouterr().out)
     assert 5e-6 < (proof.rows[0].gradient or 0) < 2e-5
 
@@ -99,15 +99,15 @@ def test_errors_within_the_tolerance_agree(tmp_path: Path, capsys: pytest.Captur
 def test_an_inexact_exchange_is_distinguished_from_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, proof = proved(tmp_path, text_of({}), ["replicate=3"], "exchange=allreduce", tolerance=0.0)
+    status, proof = prove(tmp_path, text_of({}), ["replicate=3"], "exchange=allreduce", tolerance=0.0)
     assert (status, proof.rows[0].verdict) == (1, "differs")
     assert "exchange=tree" in last_json(capsys.readouterr().out)["advice"]
 
 
 def test_low_precision_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _ = proved(tmp_path, text_of({}), ["shard=2"], "parallel.param_dtype=bf16", tolerance=0.0)
+    status, _ = prove(tmp_path, text_of({}), ["shard=2"], "parallel.param_dtype=bf16", tolerance=0.0)
     assert (status, last_json(capsys.readouterr().out)["agree"]) == (0, True)
-    status, proof = proved(tmp_path, text_of({}), ["shard=2,param_dtype=bf16"])
+    status, proof = prove(tmp_path, text_of({}), ["shard=2,param_dtype=bf16"])
     assert (status, proof.rows[0].verdict) == (1, "differs")
     advice = last_json(capsys.readouterr().out)["advice"]
     assert "changes the computation" in advice
@@ -134,19 +134,19 @@ unisono.main(main, unisono.Settings)
 
 
 def test_memory_of_a_stage_is_compared_with_its_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """80 parameters in the first one, 42 in the second."""
-    status, proof = proved(tmp_path, UNEVEN, ["pipeline=2"], steps=1)
+    """The first stage has 80 parameters, the second has 42."""
+    status, proof = prove(tmp_path, UNEVEN, ["pipeline=2"], steps=1)
     (row,) = proof.rows
     assert (status, row.equal, row.bytes["parameters"]) == (0, True, 80 * 4), last_json(capsys.readouterr().out)
     assert row.stretches == [80 / 122, 42 / 122]
     assert (row.share["parameters"], row.share["optimizer"]) == (1.0, 1.0)
-    assert row.share["gradients"] < 1.2, "what an exchange holds is a multiple of 128 bytes"
+    assert row.share["gradients"] < 1.2, "the buffers of an exchange are multiples of 128 bytes"
     assert row.uneven == "its stages hold 66% and 34% of the parameters"
     assert proof.one.uneven == ""
 
 
 def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, proof = proved(tmp_path, TWO_MODELS, ["shard=2"])
+    status, proof = prove(tmp_path, TWO_MODELS, ["shard=2"])
     assert status == 0, last_json(capsys.readouterr().out)
     truth = DumpFile(proof.recording("truth"))
     assert truth.steps == ["step-0", "step-0-pass-1", "step-1", "step-1-pass-1"]
@@ -158,7 +158,7 @@ def test_passes_and_several_models(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_dropout_is_the_proposed_cause_if_activations_are_divided(tmp_path: Path) -> None:
     drops = {"make": "pass", "before": "model = run.place(lambda: torch.nn.Sequential(torch.nn.Dropout(0.2), Net()))"}
     script = text_of(drops).replace("    model = run.place(Net)\n", "")
-    _, proof = proved(tmp_path, script, ["replicate=2"], steps=1)
+    _, proof = prove(tmp_path, script, ["replicate=2"], steps=1)
     truth = DumpFile(proof.recording("truth"))
     assert truth.main["dropout"] == "0, 0.2"
     first = Deviation("loss", "", 0, 0, 0.1, 1e-6, False)
@@ -178,10 +178,10 @@ def test_a_failing_placement_shows_its_traceback(command: Command) -> None:
 
 def test_too_few_steps_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="left its loop before the steps to compare"):
-        proved(tmp_path, text_of({"after": "step.update(optimizer); break"}), ["replicate=2"])
+        prove(tmp_path, text_of({"after": "step.update(optimizer); break"}), ["replicate=2"])
 
 
-# -- what is measured
+# -- measures
 
 
 def test_distances() -> None:
@@ -197,8 +197,8 @@ def test_distances() -> None:
     assert distance(torch.empty(0), torch.empty(0)).equal
 
 
-def written(folder: Path, **parts: dict[str, torch.Tensor]) -> DumpFile:
-    """As train/diagnostics/dump.py leaves it."""
+def write_dump(folder: Path, **parts: dict[str, torch.Tensor]) -> DumpFile:
+    """Write a dump as train/diagnostics/dump.py does, and open it."""
     from safetensors.torch import save_file
 
     names = {}
@@ -215,29 +215,29 @@ def written(folder: Path, **parts: dict[str, torch.Tensor]) -> DumpFile:
 
 def test_cancelled_gradients_are_compared_with_the_whole_gradient(tmp_path: Path) -> None:
     large, rest = torch.ones(100), torch.full((1,), 1e-8)
-    truth = written(tmp_path / "a", step_0={"large": large, "rest": rest})
-    other = written(tmp_path / "b", step_0={"large": large, "rest": -rest})
+    truth = write_dump(tmp_path / "a", step_0={"large": large, "rest": rest})
+    other = write_dump(tmp_path / "b", step_0={"large": large, "rest": -rest})
     (of_large, of_rest) = sorted((e for e in compare(other, truth, Limits()).errors if e.kind == "gradient"), key=str)
     assert of_large.error == 0
     assert of_rest.error == pytest.approx(2e-8 / (SMALLEST_NORM * math.sqrt(100 / 101)), rel=1e-3)
     assert compare(other, truth, Limits()).first is None
-    half = written(tmp_path / "c", step_0={"large": large, "rest": rest + 0.5})
+    half = write_dump(tmp_path / "c", step_0={"large": large, "rest": rest + 0.5})
     assert str(compare(half, truth, Limits()).first) == "the gradient of rest in step 0", "a mistake is no rounding"
 
 
 def test_errors_of_weights_are_relative_to_their_change(tmp_path: Path) -> None:
     begin, end = torch.full((4,), 100.0), torch.full((4,), 101.0)
     parts = {"weights_before": {"w": begin}, "weights_after": {"w": end}}
-    truth = written(tmp_path / "a", step_0={}, **parts)
-    other = written(tmp_path / "b", step_0={}, **{**parts, "weights_after": {"w": begin}})
+    truth = write_dump(tmp_path / "a", step_0={}, **parts)
+    other = write_dump(tmp_path / "b", step_0={}, **{**parts, "weights_after": {"w": begin}})
     (error,) = (e for e in compare(other, truth, Limits()).errors if e.kind == "weights")
     assert error.error == 1.0, "it did not train at all"
     assert error.is_beyond
-    gone = written(tmp_path / "c", step_0={}, weights_before=parts["weights_before"], weights_after={})
+    gone = write_dump(tmp_path / "c", step_0={}, weights_before=parts["weights_before"], weights_after={})
     assert str(compare(gone, truth, Limits()).first) == "the weights after the last step (w)"
 
 
-# -- what is asked
+# -- requests
 
 
 def test_every_placement_that_fits() -> None:
@@ -283,7 +283,7 @@ def test_a_row_is_a_line_of_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "do"),
+    ("words", "message", "do"),
     [
         (["train.py", "--steps", "0"], "At least one step", "unisono prove train.py --steps 3 --set"),
         (["train.py", "--run-dir", "x"], "Every run starts at step 0", "unisono prove train.py"),
@@ -305,7 +305,7 @@ def test_a_row_is_a_line_of_the_table() -> None:
         ),
     ],
 )
-def test_wrong_requests(ask: Ask, words: list[str], said: str, do: str) -> None:
-    problem, *_ = ask("prove", *words, "--set", "steps=9")
-    assert said in str(problem)
+def test_wrong_requests(request_problems: RequestProblems, words: list[str], message: str, do: str) -> None:
+    problem, *_ = request_problems("prove", *words, "--set", "steps=9")
+    assert message in str(problem)
     assert do in f"{problem.do}\n"

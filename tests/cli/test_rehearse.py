@@ -1,4 +1,4 @@
-"""`unisono doctor --rehearse`: what is played is played, and what is said of it is true."""
+"""`unisono doctor --rehearse`: the failures that it injects, and its report of them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def main(run):
 unisono.main(main)
 """
 
-NEVER = FaultScenario("it never comes to that", ("FailAt step=500 phase=forward",))
+NEVER = FaultScenario("a failure after the end", ("FailAt step=500 phase=forward",))
 FULL = next(scene for scene in SCENARIOS if scene.name == "the disk is full at a checkpoint")
 UNSEEN = FaultScenario(
-    "nobody sees it", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights")
+    "a silent error", ("BitFlip step=6 phase=update of=gradient rank=1", "BitFlip step=7 of=weights")
 )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rehearsal_reports_skipped_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A full disk lasts until the writer beside the steps has come to it; of what did not happen nothing is claimed."""
+    """The disk stays full until the asynchronous writer needs it. A failure that never happens is not counted."""
     (tmp_path / "script.py").write_text("import unisono\n" + SCRIPT)
     request = RunRequest(sets=("batch=8", *RUN_SETS))
     line = CommandLine(("unisono",))
@@ -53,12 +53,12 @@ def test_a_rehearsal_reports_skipped_failures(tmp_path: Path, capsys: pytest.Cap
         scenes=(NEVER, FULL),
     )
     assert rehearsal.play() == 0
-    said = capsys.readouterr().out
-    assert said.startswith("2 failures, each in one or two runs of 8 steps.")
-    assert re.search(r"so all runs take \d+ to \d+ (s|minutes)\.\n", said), said
-    assert re.search(r"skipped +it never comes to that +the run never reaches this failure", said), said
-    assert re.search(r"survived +the disk is full at a checkpoint +ended \(.*\), continued with --resume", said), said
-    assert said.endswith("1 of 1 survived.\n")
+    text = capsys.readouterr().out
+    assert text.startswith("2 failures, each in one or two runs of 8 steps.")
+    assert re.search(r"so all runs take \d+ to \d+ (s|minutes)\.\n", text), text
+    assert re.search(r"skipped +a failure after the end +the run never reaches this failure", text), text
+    assert re.search(r"survived +the disk is full at a checkpoint +ended \(.*\), continued with --resume", text), text
+    assert text.endswith("1 of 1 survived.\n")
 
 
 @pytest.mark.slow
@@ -78,14 +78,14 @@ def test_a_rehearsal_reports_survived_and_lost_failures(tmp_path: Path, capsys: 
         scenes=(killed, hangs, UNSEEN),
     )
     status = rehearsal.play()
-    told = json.loads(capsys.readouterr().out)
-    found = {played["scene"]: played for played in told["scenes"]}
+    report = json.loads(capsys.readouterr().out)
+    found = {played["scene"]: played for played in report["scenes"]}
     assert found[killed.name]["survived"]
     assert found[killed.name]["how"] == "the other processes finished the step"
     assert found[killed.name]["seconds"] > 0
     assert found[hangs.name]["survived"]
     assert "rank 1: it sleeps" in found[hangs.name]["how"]
-    assert status == (0 if told["survived"] else 1)
+    assert status == (0 if report["survived"] else 1)
 
 
 def test_wrong_requests_of_a_rehearsal(command: Command) -> None:

@@ -1,4 +1,4 @@
-"""`unisono replay`: one process sees what the job saw, and `unisono audit` finds who computes wrongly."""
+"""`unisono replay` repeats a step in one process; `unisono audit` finds ranks that compute wrong results."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.asking import Ask
 from tests.cli.command import ROOT, Command, last_json, start
+from tests.cli.refused_requests import RequestProblems
 from unisono import environment
 from unisono.cli.commands.audit import HardwareAudit
 from unisono.cli.commands.replay import Replay
@@ -71,17 +71,17 @@ unisono.main(main, Settings)
 LINE = CommandLine(("unisono", "replay", "out", "--step", "0"))
 
 
-def ran(folder: Path, ranks: int, *sets: str) -> list[list[float]]:
-    """A run of the script in folder/out: its losses."""
+def train_script(folder: Path, ranks: int, *sets: str) -> list[list[float]]:
+    """Train the script in folder/out and return its losses."""
     script, out = folder / "script.py", folder / "out"
     script.write_text(SCRIPT)
     out.mkdir()
-    asked = [f"--set={each}" for each in ("checkpoint.every=4", "checkpoint.keep=9", *sets)]
-    start(script, [*asked, f"--run-dir={out}"], ranks=ranks, logs=out)
+    arguments = [f"--set={each}" for each in ("checkpoint.every=4", "checkpoint.keep=9", *sets)]
+    start(script, [*arguments, f"--run-dir={out}"], ranks=ranks, logs=out)
     return list(json.loads((out / "losses.json").read_text()))
 
 
-def replayed(
+def replay_step(
     folder: Path, capsys: pytest.CaptureFixture[str], step: int, virtual_rank: int | None = None
 ) -> dict[str, Any]:
     again = replace(earlier(folder / "out", None, LINE), start=start)
@@ -101,18 +101,18 @@ def replayed(
     return dict(last_json(capsys.readouterr().out))
 
 
-ELSEWHERE = "checkpoint.dir=kept"
+CHECKPOINTS_IN_KEPT = "checkpoint.dir=kept"
 
 
-def left(folder: Path) -> dict[Path, int]:
-    """What a run has left, in its directory and where its checkpoints are, and when each was written."""
+def written_files(folder: Path) -> dict[Path, int]:
+    """Return the files of a run and of its checkpoints, with their times of modification."""
     return {path: path.stat().st_mtime_ns for name in ("out", "kept") for path in (folder / name).rglob("*")}
 
 
 def test_a_replayed_step_has_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = ran(tmp_path, 3, ELSEWHERE)
-    files = left(tmp_path)
-    whole = replayed(tmp_path, capsys, 6)
+    losses = train_script(tmp_path, 3, CHECKPOINTS_IN_KEPT)
+    files = written_files(tmp_path)
+    whole = replay_step(tmp_path, capsys, 6)
     assert [whole["loss"]] == losses[6]
     assert (whole["from_step"], whole["epoch"], whole["samples"]) == (4, 2, 8)
     rows = whole["micro_batches"]
@@ -120,23 +120,23 @@ def test_a_replayed_step_has_the_same_bits(tmp_path: Path, capsys: pytest.Captur
     assert len({i for row in rows for i in row["samples"]}) == 8
     total = sum(row["loss"] * row["weight"] for row in rows)
     assert total / 8 == pytest.approx(whole["loss"])
-    alone = replayed(tmp_path, capsys, 6, 2)
+    alone = replay_step(tmp_path, capsys, 6, 2)
     assert alone["micro_batches"] == [rows[2]]
     assert alone["loss"] is None
-    assert [replayed(tmp_path, capsys, 1)["loss"]] == losses[1], "before the first checkpoint"
-    assert left(tmp_path) == files, "it is only read"
+    assert [replay_step(tmp_path, capsys, 1)["loss"]] == losses[1], "before the first checkpoint"
+    assert written_files(tmp_path) == files, "the run is only read"
 
 
 def test_a_run_is_audited_from_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ran(tmp_path, 2, "steps=5", ELSEWHERE)
-    files = left(tmp_path)
+    train_script(tmp_path, 2, "steps=5", CHECKPOINTS_IN_KEPT)
+    files = written_files(tmp_path)
     again = replace(earlier(tmp_path / "out", None, LINE), start=start)
     audit = HardwareAudit(again=again, ranks=3, steps=3, as_json=True, folder=tmp_path / "audit", line=LINE)
     assert audit.run() == 0
-    told = last_json(capsys.readouterr().out)
-    assert [each["step"] for each in told["audits"]] == [6, 7, 8]
-    assert all(len(each["ranks"]) == 3 for each in told["audits"])
-    assert left(tmp_path) == files, "it is only read"
+    report = last_json(capsys.readouterr().out)
+    assert [each["step"] for each in report["audits"]] == [6, 7, 8]
+    assert all(len(each["ranks"]) == 3 for each in report["audits"])
+    assert written_files(tmp_path) == files, "the run is only read"
 
 
 @pytest.mark.slow
@@ -144,8 +144,8 @@ def test_a_nan_loss_proposes_a_replay(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "bad=3")
     assert ended.status == 1
-    asked = next(line for line in ended.err.splitlines() if "unisono replay" in line)
-    words = asked.partition("unisono replay")[2].partition(";")[0].split()
+    advice = next(line for line in ended.err.splitlines() if "unisono replay" in line)
+    words = advice.partition("unisono replay")[2].partition(";")[0].split()
     assert words[:2] == ["out", "--step"]
     seen = command.run("replay", *words, "--json")
     assert seen.status == 0, seen.err
@@ -164,9 +164,9 @@ def test_a_nan_loss_proposes_a_replay(command: Command) -> None:
 def test_the_debugger_stops_at_the_micro_batch(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     assert command.run("run", "script.py", "--run-dir", "out").status == 0
-    asked = ["replay", "out", "--step", "3", "--virtual-rank", "1", "--debug"]
+    arguments = ["replay", "out", "--step", "3", "--virtual-rank", "1", "--debug"]
     ended = subprocess.run(
-        [sys.executable, "-P", "-m", "unisono.cli.main", *asked],
+        [sys.executable, "-P", "-m", "unisono.cli.main", *arguments],
         cwd=command.folder,
         env=environment.inherited({"PYTHONPATH": str(ROOT)}),
         input="p step.number, x.shape, run.rank\nn\np loss.shape\nq\n",
@@ -186,16 +186,16 @@ def test_an_audit_names_the_faulty_rank(command: Command) -> None:
     (command.folder / "script.py").write_text(SCRIPT)
     ended = command.run("audit", "script.py", "--steps", "4", "--set", "wrong=1", "--json")
     assert ended.status == 1, ended.err
-    told = last_json(ended.out)
-    assert (told["sound"], told["wrong"]) == (False, [1])
-    assert "Rank 1 made another gradient than ranks" in told["said"]
+    report = last_json(ended.out)
+    assert (report["sound"], report["wrong"]) == (False, [1])
+    assert "Rank 1 made another gradient than ranks" in report["said"]
     sound = command.run("audit", "script.py", "--steps", "4")
     assert sound.status == 0, sound.err
     assert sound.out == "4 virtual ranks computed again on 3 processes: all results are equal to the bit.\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "said", "do"),
+    ("words", "message", "do"),
     [
         (["replay", "nothing", "--step", "3"], "nothing is not a run directory.", "unisono replay runs/"),
         (["replay", "run", "--step", "10"], "The run has 10 steps, 0 to 9.", "unisono replay run --step 9"),
@@ -221,11 +221,13 @@ def test_an_audit_names_the_faulty_rank(command: Command) -> None:
         (["audit", "train.py", "--steps", "0"], "At least one step", "unisono audit train.py --steps 3"),
     ],
 )
-def test_wrong_requests(ask: Ask, tmp_path: Path, words: list[str], said: str, do: str) -> None:
+def test_wrong_requests(
+    request_problems: RequestProblems, tmp_path: Path, words: list[str], message: str, do: str
+) -> None:
     for name, exchange in (("run", "tree"), ("local", "local_sgd"), ("odd", "tree")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "settings.toml").write_text(f'steps = 10\nvirtual_ranks = 8\nexchange = "{exchange}"\n')
         about = {"script": str(tmp_path / "train.py"), "folder": str(tmp_path)}
         (tmp_path / name / "environment.json").write_text(json.dumps(about) if name != "odd" else "[]")
-    problems = ask(*words)
-    assert any(said in str(problem) and problem.do.startswith(do) for problem in problems), problems
+    problems = request_problems(*words)
+    assert any(message in str(problem) and problem.do.startswith(do) for problem in problems), problems

@@ -1,4 +1,4 @@
-"""Resuming with other settings: what is accepted, by which name, and what it costs."""
+"""A resume with changed settings: the names that --accept-change takes, and the promise afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.cli.test_training import SCRIPT, result
 
 
 @pytest.mark.slow
-def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_the_promise(command: Command) -> None:
+def test_accept_change_takes_known_fields_and_only_real_changes_end_the_promise(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=steps=4")
     again = ["script.py", "--run-dir", "out", "--resume"]
@@ -22,12 +22,12 @@ def test_only_fields_that_exist_are_accepted_and_only_those_that_changed_cost_th
     )
     refused = command.end(command.start_python(*again, "--accept-change", "zzz", "--set", "seed=1"))
     assert refused.status == 2
-    told = refused.err.partition("Results depend on batch")[2]
-    assert {"clip", "exchange", "instruction_set", "length", "local_sgd.sync_every", "lr"} <= set(told.split(", "))
+    fields = refused.err.partition("Results depend on batch")[2]
+    assert {"clip", "exchange", "instruction_set", "length", "local_sgd.sync_every", "lr"} <= set(fields.split(", "))
     assert "(without it)" in refused.err
-    assert "Cannot resume with seed = 1." in refused.err  # at once
+    assert "Cannot resume with seed = 1." in refused.err  # both problems are reported together
 
-    # The run was given steps; who asks for epochs now means these: 101 samples in batches of 16 are 7 steps.
+    # epochs=1 replaces the steps of the earlier run: 101 samples in batches of 16 are 7 steps.
     ended = command.run("run", *again, "--accept-change", "length", "--accept-change", "lr", "--set", "epochs=1")
     assert ended.status == 0, ended.err
     after = result(command, "out")

@@ -1,4 +1,4 @@
-"""`unisono run`: real processes that end well, fail, die, are stopped; what is on the screen, in the logs, and left."""
+"""`unisono run` with real processes that succeed, fail, die or are stopped: its output, logs and remains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests.cli.command import Command, last_json
 from unisono.launcher.supervisor import SECOND_SIGNAL_SECONDS
 
-SOON_SECONDS = 15.0
-"""From a failure to the launcher's end; on a quiet machine it is half a second."""
+FAILURE_SECONDS = 15.0
+"""Limit from a failure to the end of the launcher; it takes half a second on an idle machine."""
 
 
-def test_every_rank_runs_the_script_as_python_would(command: Command) -> None:
+def test_every_rank_runs_the_script_as_python_does(command: Command) -> None:
     (command.folder / "random.py").write_text("raise ImportError('the folder one is in must not hide modules')")
     folder = command.folder / "scripts"
     folder.mkdir()
@@ -41,7 +41,7 @@ def test_every_rank_runs_the_script_as_python_would(command: Command) -> None:
 
 
 def test_a_script_sees_its_own_arguments_only(command: Command) -> None:
-    """An argparse of its own would not know ours; whoever starts it."""
+    """An argument parser of the script does not know the flags of Unisono, under any launcher."""
     command.script("unisono.main(lambda run: print(sys.argv[1:]))\nprint(sys.argv[-1])")
     for start in (["run", "script.py", "--ranks", "2"], None):
         more = ["--set", "steps=1", "--", "--mine", "3"]
@@ -67,7 +67,7 @@ def test_live_lines_reach_the_screen_and_not_the_log(command: Command) -> None:
     assert log == b"first\r\nnote\n\xff\nend\n"
 
 
-def test_the_failing_ranks_own_traceback_is_the_last_thing_on_the_screen(command: Command) -> None:
+def test_the_traceback_of_the_failing_rank_ends_the_output(command: Command) -> None:
     command.script("""
         print("training")
         say("ready")
@@ -86,7 +86,7 @@ def test_the_failing_ranks_own_traceback_is_the_last_thing_on_the_screen(command
     assert "launch" not in ended.err, "frames of the launcher are in the traceback"
     assert ended.err.count("Traceback") == 1
     failed = float(command.log(1).split("failed at ")[1].split()[0])
-    assert ended.at - failed < SOON_SECONDS
+    assert ended.at - failed < FAILURE_SECONDS
     assert command.log(1).endswith("ValueError: boom\n")
     assert "Traceback" not in command.log(0)
     command.wait_until_gone()
@@ -94,7 +94,7 @@ def test_the_failing_ranks_own_traceback_is_the_last_thing_on_the_screen(command
 
 TWO_FAILURES = """
     from unisono.errors import PeerLostError
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # told to end, the later one still has something to say
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the later process must still fail after SIGTERM
     folder = Path(world.store.partition("://")[2]).parent
 
     def wait_for(name):
@@ -110,7 +110,7 @@ TWO_FAILURES = """
     """
 
 
-def test_the_earliest_failure_is_the_failure_and_every_traceback_is_in_its_log(command: Command) -> None:
+def test_the_earliest_failure_is_reported_and_every_log_has_its_traceback(command: Command) -> None:
     failures = TWO_FAILURES.replace("EARLIER", "ValueError('the cause')")
     command.script(failures.replace("LATER", "RuntimeError('a consequence')"))
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
@@ -119,7 +119,7 @@ def test_the_earliest_failure_is_the_failure_and_every_traceback_is_in_its_log(c
     assert command.log(0).endswith("RuntimeError: a consequence\n")
 
 
-def test_who_lost_a_peer_did_not_fail_first(command: Command) -> None:
+def test_a_lost_peer_is_not_reported_as_the_first_failure(command: Command) -> None:
     failures = TWO_FAILURES.replace(
         "EARLIER", "PeerLostError('Exchange step 3.', 'Rank 0 is gone.', 'Look at its log.')"
     )
@@ -128,7 +128,7 @@ def test_who_lost_a_peer_did_not_fail_first(command: Command) -> None:
     assert ended.last == "ValueError: the cause"
 
 
-def test_a_process_that_leaves_without_a_word_is_named(command: Command) -> None:
+def test_a_process_that_exits_without_a_message_is_named(command: Command) -> None:
     command.script("os._exit(7 if world.rank == 1 else 0)")
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 7
@@ -137,7 +137,7 @@ def test_a_process_that_leaves_without_a_word_is_named(command: Command) -> None
 
 
 @pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
-def test_a_process_that_leaves_in_peace_while_others_need_it_is_named(command: Command, leave: str) -> None:
+def test_an_exit_with_status_0_while_peers_need_the_process_is_named(command: Command, leave: str) -> None:
     command.script(f"""
         def main(run):
             if run.rank == 2:
@@ -152,7 +152,7 @@ def test_a_process_that_leaves_in_peace_while_others_need_it_is_named(command: C
     assert "Rank 2 of 3 exited with status 0 (sys.exit? os._exit?) while other processes still needed it." in ended.err
 
 
-def test_a_wrong_request_is_told_once_and_without_a_traceback(command: Command) -> None:
+def test_a_wrong_request_is_reported_once_without_a_traceback(command: Command) -> None:
     command.script("""
         raise unisono.SettingsError("9 processes", "8 virtual ranks: 1 to 8 processes.", "unisono run text --ranks 8")
         """)
@@ -161,7 +161,7 @@ def test_a_wrong_request_is_told_once_and_without_a_traceback(command: Command) 
     assert ended.err == "9 processes\n  8 virtual ranks: 1 to 8 processes.\n  Next: unisono run text --ranks 8\n"
 
 
-def test_our_own_other_errors_come_with_their_traceback_and_the_message_last(command: Command) -> None:
+def test_other_errors_of_the_library_show_a_traceback_and_end_with_the_message(command: Command) -> None:
     command.script('raise unisono.DataError("Take a sample.", "The set has length 0.", "Check the path.")')
     ended = command.run("run", "script.py", "--run-dir", "out")
     assert ended.status == 1
@@ -179,7 +179,7 @@ def test_our_own_other_errors_come_with_their_traceback_and_the_message_last(com
         ("raise KeyboardInterrupt", 1),
     ],
 )
-def test_a_script_that_leaves_by_itself_keeps_its_exit_status(command: Command, leave: str, status: int) -> None:
+def test_the_exit_status_of_a_script_is_kept(command: Command, leave: str, status: int) -> None:
     command.script(leave)
     ended = command.run("run", "script.py", "--run-dir", "out")
     assert ended.status == status
@@ -187,21 +187,21 @@ def test_a_script_that_leaves_by_itself_keeps_its_exit_status(command: Command, 
     assert "no more" not in leave or ended.last == "no more"
 
 
-def test_a_failing_process_that_cannot_tear_down_is_ended(command: Command) -> None:
+def test_a_failing_process_that_hangs_at_exit_is_killed(command: Command) -> None:
     command.script("""
         import threading
-        threading.Thread(target=time.sleep, args=(1000,)).start()  # the interpreter waits for it at its end
+        threading.Thread(target=time.sleep, args=(1000,)).start()  # the interpreter joins it at exit
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print(f"failed at {time.time()}")
         raise ValueError("boom")
         """)
     ended = command.run("run", "script.py", "--run-dir", "out")
     assert ended.last == "ValueError: boom"
-    assert ended.at - float(command.log(0).split()[2]) < SOON_SECONDS
+    assert ended.at - float(command.log(0).split()[2]) < FAILURE_SECONDS
     command.wait_until_gone()
 
 
-def test_what_a_process_started_ends_with_it(command: Command) -> None:
+def test_children_of_a_process_end_with_it(command: Command) -> None:
     command.script("""
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -215,9 +215,9 @@ def test_what_a_process_started_ends_with_it(command: Command) -> None:
     command.wait_until_gone()
 
 
-LISTENING = """
-    heard = []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+HANDLES_SIGTERM = """
+    received = []
+    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     say("ready")
     signal.sigwait([signal.SIGTERM])
@@ -226,10 +226,8 @@ LISTENING = """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_and_every_process_saves_and_leaves(
-    command: Command, number: signal.Signals
-) -> None:
-    command.script(LISTENING + "assert not signal.sigpending()")
+def test_a_signal_is_forwarded_once_and_every_process_saves_and_ends(command: Command, number: signal.Signals) -> None:
+    command.script(HANDLES_SIGTERM + "assert not signal.sigpending()")
     running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out")
     command.wait_for("ready 0", "ready 1")
     running.send_signal(number)
@@ -239,18 +237,18 @@ def test_a_signal_is_passed_on_once_and_every_process_saves_and_leaves(
     assert command.log(1) == "saved by rank 1\n"
 
 
-def test_a_process_that_was_not_listening_yet_counts_as_stopped(command: Command) -> None:
+def test_a_process_without_a_signal_handler_yet_counts_as_stopped(command: Command) -> None:
     command.script('say("ready")\nsignal.pause()')
     running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out")
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    told = "Stopped before the first step: nothing to save.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
-    assert ended.err.endswith(told)
+    message = "Stopped before the first step: nothing to save.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
+    assert ended.err.endswith(message)
 
 
-def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_long(command: Command) -> None:
+def test_peers_of_a_process_that_was_stopped_early_are_killed_soon(command: Command) -> None:
     command.script("""
         if world.rank == 1:
             signal.signal(signal.SIGTERM, lambda number, frame: say("waiting"))
@@ -272,13 +270,13 @@ def test_who_waits_for_a_process_that_was_stopped_too_early_does_not_wait_for_lo
     command.wait_until_gone()
 
 
-@pytest.mark.parametrize("first", ["leaves when it is asked to", "had left before"])
-def test_once_the_first_has_left_nobody_is_waited_for_for_ever(command: Command, first: str) -> None:
+@pytest.mark.parametrize("first", ["ends after the signal", "ended before the signal"])
+def test_processes_that_ignore_a_stop_are_killed_after_the_first_has_ended(command: Command, first: str) -> None:
     command.script(f"""
         if world.rank == 0:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
             say("ready")
-            if "{first}" == "leaves when it is asked to":
+            if "{first}" == "ends after the signal":
                 signal.sigwait([signal.SIGTERM])
             while not Path("ignores it").exists():
                 time.sleep(0.001)
@@ -305,7 +303,7 @@ def test_once_the_first_has_left_nobody_is_waited_for_for_ever(command: Command,
 
 
 def test_a_failure_while_saving_is_a_failure(command: Command) -> None:
-    command.script(LISTENING + 'raise OSError("disk full")')
+    command.script(HANDLES_SIGTERM + 'raise OSError("disk full")')
     running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out")
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGINT)
@@ -314,9 +312,9 @@ def test_a_failure_while_saving_is_a_failure(command: Command) -> None:
     assert ended.last == "OSError: disk full"
 
 
-def test_one_ctrl_c_that_comes_twice_is_one(command: Command) -> None:
-    """From the terminal and from make, at the same moment."""
-    command.script(LISTENING)
+def test_one_ctrl_c_that_arrives_twice_counts_once(command: Command) -> None:
+    """The terminal and make both send it."""
+    command.script(HANDLES_SIGTERM)
     running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out")
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGINT)
@@ -325,8 +323,8 @@ def test_one_ctrl_c_that_comes_twice_is_one(command: Command) -> None:
     assert command.log(1) == "saved by rank 1\n"
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_kills_at_once(command: Command, sign: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(command: Command, number: signal.Signals) -> None:
     command.script("""
         signal.signal(signal.SIGTERM, lambda number, frame: say("saving"))
         say("ready")
@@ -337,16 +335,16 @@ def test_a_second_signal_kills_at_once(command: Command, sign: signal.Signals) -
     command.wait_for("ready 0", "ready 1")
     running.send_signal(signal.SIGINT)
     command.wait_for("saving 0", "saving 1")
-    time.sleep(SECOND_SIGNAL_SECONDS + 0.05)  # sooner, it would count as the same Ctrl-C
-    running.send_signal(sign)
+    time.sleep(SECOND_SIGNAL_SECONDS + 0.05)  # an earlier signal counts as the same Ctrl-C
+    running.send_signal(number)
     ended = command.end(running)
     assert ended.status == 1
-    told = "Killed before anything was saved.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
-    assert ended.err.endswith(told)
+    message = "Killed before anything was saved.\n  Next: unisono run script.py --ranks 2 --run-dir out\n"
+    assert ended.err.endswith(message)
     command.wait_until_gone()
 
 
-def test_nobody_and_nothing_outlives_a_killed_launcher(command: Command) -> None:
+def test_a_killed_launcher_leaves_no_process_and_no_temporary_folder(command: Command) -> None:
     command.script("""
         if os.fork() == 0:
             say("worker")
@@ -368,11 +366,11 @@ def test_nobody_and_nothing_outlives_a_killed_launcher(command: Command) -> None
     assert not folder.exists()
 
 
-def test_a_reader_that_leaves_does_not_end_the_run(command: Command) -> None:
+def test_a_closed_standard_output_does_not_end_the_run(command: Command) -> None:
     command.script("""
         say("ready")
         for _ in range(100_000):
-            print("a line that nobody reads any more")
+            print("a line without a reader")
         """)
     running = command.start("run", "script.py", "--run-dir", "out")
     assert running.stdout is not None
@@ -406,8 +404,8 @@ def test_json_ends_with_the_error(command: Command) -> None:
     assert error["traceback"].endswith("ValueError: boom\n")
 
 
-def test_json_says_when_it_was_stopped(command: Command) -> None:
-    command.script(LISTENING)
+def test_json_reports_a_stop(command: Command) -> None:
+    command.script(HANDLES_SIGTERM)
     running = command.start("run", "script.py", "--run-dir", "out", "--json")
     command.wait_for("ready 0")
     running.send_signal(signal.SIGINT)

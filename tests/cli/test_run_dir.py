@@ -1,4 +1,4 @@
-"""The run directory: which one, may it be used, who has it, and where it is when a script goes elsewhere."""
+"""The run directory: its choice, checks and lock, and scripts that change the working directory."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cli.asking import Ask
 from tests.cli.command import Command, last_json
+from tests.cli.refused_requests import RequestProblems
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, problems_of_run_dir
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
 
-def test_a_run_directory_is_not_reused_without_resume(ask: Ask, tmp_path: Path) -> None:
+def test_a_run_directory_is_not_reused_without_resume(request_problems: RequestProblems, tmp_path: Path) -> None:
     for step in (10, 20):
         (tmp_path / "out" / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     do = "unisono run train.py --run-dir out --json --resume, or: unisono run train.py --run-dir out-2 --json"
     facts = "It has 2 checkpoints, the newest step-00000020."
-    assert ask("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
+    assert request_problems("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
 
 
-def test_a_folder_that_cannot_be_used_is_refused(ask: Ask, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_refused(request_problems: RequestProblems, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (problem,) = ask("run", "train.py", "--run-dir=file")
+    (problem,) = request_problems("run", "train.py", "--run-dir=file")
     do = "unisono run train.py --run-dir file-run --json"
     assert problem == Problem("file is a file.", "--run-dir takes a folder.", do)
-    (problem,) = ask("run", "train.py", "--run-dir=file/out")
+    (problem,) = request_problems("run", "train.py", "--run-dir=file/out")
     assert problem.true == f"{tmp_path / 'file'} is not a folder."
-    (problem,) = ask("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
+    (problem,) = request_problems("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
     assert problem.asked == "Cannot write the run directory /proc/nothing."
 
 
 def test_other_files_in_the_parent_folder_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("somebody's")
+    (tmp_path / "log").write_text("another program's")
     assert problems_of_run_dir("train", tmp_path / "out", resume=False, line=CommandLine(("unisono",))) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_refused(ask: Ask, tmp_path: Path) -> None:
+def test_a_folder_without_permission_is_refused(request_problems: RequestProblems, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    (problem,) = ask("run", "train.py", "--run-dir=closed/out")
+    (problem,) = request_problems("run", "train.py", "--run-dir=closed/out")
     assert problem.true == f"Permission denied in {tmp_path / 'closed'}."
 
 
-def test_a_read_only_file_system_is_refused(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_file_system_is_refused(
+    request_problems: RequestProblems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
-    (problem,) = ask("run", "train.py", "--run-dir=out")
+    (problem,) = request_problems("run", "train.py", "--run-dir=out")
     assert problem.true == f"Read-only file system in {tmp_path}."
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOSUID))
-    (problem,) = ask("run", "train.py", "--run-dir=out")
+    (problem,) = request_problems("run", "train.py", "--run-dir=out")
     assert problem.true == f"Permission denied in {tmp_path}."
 
 
@@ -68,7 +70,7 @@ FULL = """
     def full(path, *arguments, **more):
         if "settings.toml" not in path.name:
             return write_text(path, *arguments, **more)
-        path.touch()  # there is room for a name, and for nothing else
+        path.touch()  # a full disk still takes a name
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     pathlib.Path.write_text = full
@@ -98,11 +100,11 @@ def test_a_lock_works_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
             pass
 
 
-def test_a_resume_without_a_run_is_refused(ask: Ask, tmp_path: Path) -> None:
+def test_a_resume_without_a_run_is_refused(request_problems: RequestProblems, tmp_path: Path) -> None:
     do = "unisono run train.py --json (from the start), or: unisono run train.py --resume --json --run-dir DIR"
     facts = f"There is no run train-* in {tmp_path / 'runs'}."
-    assert ask("run", "train.py", "--resume") == [Problem("Nothing to resume.", facts, do)]
-    (problem,) = ask("run", "train.py", "--resume", "--run-dir=out")
+    assert request_problems("run", "train.py", "--resume") == [Problem("Nothing to resume.", facts, do)]
+    (problem,) = request_problems("run", "train.py", "--resume", "--run-dir=out")
     assert problem == Problem(
         "Nothing to resume.",
         "There is no folder out.",
@@ -116,7 +118,7 @@ def test_run_directories_are_named_by_time_and_unique(tmp_path: Path, monkeypatc
     monkeypatch.setattr(time, "strftime", lambda _: "20261121-120000")
     made = [choose_run_dir("text", None, resume=False, line=CommandLine()) for _ in range(11)]
     assert [str(path) for path in made[:2]] == ["runs/text-20261121-120000", "runs/text-20261121-120000-2"]
-    Path("runs/text-more-20271121-120000").mkdir()  # another script's
+    Path("runs/text-more-20271121-120000").mkdir()  # a run of another script
     Path("runs/text-20251121-120000").mkdir()
     assert newest_run("text") == made[-1] == Path("runs/text-20261121-120000-11")
     assert choose_run_dir("text", None, resume=True, line=CommandLine()) == made[-1]
@@ -140,12 +142,12 @@ def test_resume_finds_the_newest_run(command: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["log", "timeline", "checkpoints"])
-def test_a_file_in_place_of_a_folder_is_refused(ask: Ask, tmp_path: Path, name: str) -> None:
+def test_a_file_in_place_of_a_folder_is_refused(request_problems: RequestProblems, tmp_path: Path, name: str) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
     (tmp_path / "out" / "environment.json").mkdir()
     again = "unisono run train.py --run-dir out --json"
-    assert ask("run", "train.py", "--run-dir=out") == [
+    assert request_problems("run", "train.py", "--run-dir=out") == [
         Problem(
             "Cannot use out as run directory.",
             f"out/{name} is a file; the run needs a folder there.",
@@ -166,13 +168,13 @@ WAITS = """
             say("worker")
             signal.pause()
         say("ready")
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun would wait half a minute
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else torchrun waits 30 seconds
         signal.pause()
 
     unisono.main(main if "--" in sys.argv else lambda run: None)
     """
 
-BY = {
+COMMANDS = {
     "python": ["script.py"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"],
     "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py", "--ranks", "2"],
@@ -183,13 +185,13 @@ STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow
 @pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
 def test_a_run_directory_is_locked_until_its_run_ends_or_is_killed(command: Command, starter: str) -> None:
     command.script(WAITS)
-    asked = ["--run-dir", "out", "--set", "steps=1"]
-    running = command.start_python(*BY[starter], *asked, "--", "waits")
+    arguments = ["--run-dir", "out", "--set", "steps=1"]
+    running = command.start_python(*COMMANDS[starter], *arguments, "--", "waits")
     command.wait_for("ready 0", "worker 0")
     owner, host = (command.folder / "out" / ".lock").read_text().split()
     assert starter == "torchrun" or int(owner) == running.pid
     refuser = "python" if starter == "unisono" else "unisono"
-    refused = command.end(command.start_python(*BY[refuser], *asked, "--resume"))
+    refused = command.end(command.start_python(*COMMANDS[refuser], *arguments, "--resume"))
     typed = "python script.py" if starter == "unisono" else "unisono run script.py --ranks 2"
     assert refused.status == 2
     assert refused.err == (
@@ -197,13 +199,13 @@ def test_a_run_directory_is_locked_until_its_run_ends_or_is_killed(command: Comm
         f"  Next: {typed} --set steps=1 --run-dir out --resume "
         f"(after that process has ended; to make it save and end: kill {owner})\n"
     )
-    beside = command.run("run", "script.py", *asked)
+    beside = command.run("run", "script.py", *arguments)
     assert "unisono run script.py --set steps=1 --run-dir out-2, or" in beside.err
     os.kill(int(owner), signal.SIGKILL)
     os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOWAIT)
-    again = command.end(command.start_python("script.py", *asked, "--resume"))
+    again = command.end(command.start_python("script.py", *arguments, "--resume"))
     assert again.status == 0, again.err
-    if starter != "unisono":  # what it forked is still there; our launcher takes everybody along
+    if starter != "unisono":  # the forked child is still alive; the launcher of Unisono kills it
         os.kill(int((command.folder / "worker").read_text()), signal.SIGKILL)
     command.end(running)
 
@@ -233,8 +235,8 @@ MOVES = """
 def test_a_script_may_change_its_working_directory(command: Command, starter: str) -> None:
     command.script(MOVES)
     (command.folder / "some.toml").write_text("batch = 5\nloader.workers = 1\n")
-    asked = [*BY[starter], "--run-dir", "out", "--settings", "some.toml"]
-    ended = command.end(command.start_python(*asked, "--set", "steps=3"))
+    start = [*COMMANDS[starter], "--run-dir", "out", "--settings", "some.toml"]
+    ended = command.end(command.start_python(*start, "--set", "steps=3"))
     assert ended.status == 0, ended.err
     assert "run directory: out\n" in ended.out
     assert "run          out\n" in ended.out
@@ -243,7 +245,7 @@ def test_a_script_may_change_its_working_directory(command: Command, starter: st
     assert sorted(path.name for path in (out / "timeline").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"][:ranks]
     assert "batch = 5 " in (out / "settings.toml").read_text()
     assert "# some.toml" in (out / "settings.toml").read_text()
-    ended = command.end(command.start_python(*asked, "--set", "steps=5", "--resume"))
+    ended = command.end(command.start_python(*start, "--set", "steps=5", "--resume"))
     assert ended.status == 0, ended.err
     assert json.loads((out / "result.json").read_text())["steps"] == 5
     assert sorted(path.name for path in command.folder.iterdir()) == ["alive", "out", "script.py", "some.toml"]

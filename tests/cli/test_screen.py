@@ -1,4 +1,4 @@
-"""What a person at a terminal sees of a run."""
+"""The output of a run on a terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.cli.command import PATIENCE_SECONDS, ROOT
 from unisono.environment import inherited
 
 
-def seen(folder: Path, *command: str, columns: int) -> str:
-    """All that the command writes to a terminal of this width."""
+def terminal_output(folder: Path, *command: str, columns: int) -> str:
+    """Run a command on a pseudo-terminal of this width and return its output."""
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = inherited({"PYTHONPATH": str(ROOT), "TERM": "xterm"})
@@ -28,7 +28,7 @@ def seen(folder: Path, *command: str, columns: int) -> str:
     try:
         while data := os.read(reader, 1 << 16):
             raw += data
-    except OSError:  # how a terminal on Linux says that everybody has left
+    except OSError:  # Linux reports EIO when the last writer has closed the terminal
         pass
     finally:
         os.close(reader)
@@ -57,13 +57,13 @@ UNISONO = ("-P", "-m", "unisono.cli.main", "run")
 
 
 @pytest.mark.parametrize("columns", [44, 160])
-def test_the_launcher_tells_how_wide_the_terminal_is(tmp_path: Path, columns: int) -> None:
+def test_the_progress_line_fits_the_width_of_the_terminal(tmp_path: Path, columns: int) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)
     words = [*UNISONO, "wordy.py", "--set", "steps=3", "--set", "batch=8", "--run-dir", "out"]
-    raw = seen(tmp_path, *words, columns=columns)
+    raw = terminal_output(tmp_path, *words, columns=columns)
     plain = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", raw)
     widths = [len(line) for line in re.findall(r"step \d+/3.*?(?=\r)", plain)]
     assert max(widths) < columns
-    assert max(widths) > columns - 40  # and no narrower than the next number needs
+    assert max(widths) > columns - 40  # a value is left out only if it does not fit
     log = (tmp_path / "out" / "log" / "rank-0.log").read_text()
-    assert len(re.findall(r"^step \d+/3", log, re.MULTILINE)) == 1  # the last, once
+    assert len(re.findall(r"^step \d+/3", log, re.MULTILINE)) == 1  # the last step, once

@@ -1,4 +1,4 @@
-"""A run as tasks of a real Slurm: the same bits, and whatever it starts again goes on with them."""
+"""Runs as tasks of a real Slurm: they have the same bits, and a requeued job resumes its run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.cli.slurm import PATIENCE_SECONDS, Slurm, missing, slurm
+from tests.cli.slurm import PATIENCE_SECONDS, Slurm, missing_programs, slurm
 
-why = missing()
+reason = missing_programs()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(bool(why), reason=why),
+    pytest.mark.skipif(bool(reason), reason=reason),
 ]
 
 SCRIPT = """
@@ -35,7 +35,7 @@ from torch import nn
 class Settings(unisono.Settings):
     steps: int | None = 24
     batch: int = 16
-    pause: float = 0.0  # seconds a step, from the ninth on
+    pause: float = 0.0  # seconds per step, from the ninth step
 
 
 def main(run):
@@ -61,9 +61,9 @@ TRAIN = f"{sys.executable} train.py --set checkpoint.every=4"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     work = tmp_path_factory.mktemp("work")
     (work / "train.py").write_text(SCRIPT)
-    with slurm(work) as own:
-        own.run(sys.executable, "train.py", "--run-dir", "alone")
-        yield own
+    with slurm(work) as running:
+        running.run(sys.executable, "train.py", "--run-dir", "alone")
+        yield running
 
 
 def result(cluster: Slurm, run_dir: str | Path) -> dict[str, Any]:
@@ -90,20 +90,20 @@ def test_the_tasks_of_a_step_train_one_model(cluster: Slurm, tasks: int) -> None
     assert bits(cluster, f"tasks-{tasks}") == bits(cluster, "alone")
 
 
-def test_the_command_itself_may_be_a_task(cluster: Slurm) -> None:
+def test_unisono_run_can_be_the_task(cluster: Slurm) -> None:
     words = [sys.executable, "-m", "unisono.cli.main", "run", "train.py", "--run-dir", "command"]
     cluster.run("srun", "-n", "2", *words)
     assert bits(cluster, "command") == bits(cluster, "alone")
 
 
 @pytest.mark.parametrize("where", ["", "--run-dir again"])
-def test_a_job_that_is_put_back_goes_on_on_another_number_of_tasks(cluster: Slurm, where: str) -> None:
+def test_a_requeued_job_resumes_on_another_number_of_tasks(cluster: Slurm, where: str) -> None:
     tasks = "$((2 + ${SLURM_RESTART_COUNT:-0}))"
     job = cluster.submit(f"srun -n {tasks} {TRAIN} --set pause=0.4 {where}", "-n", "3")
     pattern = "again" if where else "runs/train-*"
     wait_for_step_8(cluster, job, pattern)
     cluster.run("scontrol", "requeue", job)
-    assert cluster.end(job) == "COMPLETED", cluster.output(job)
+    assert cluster.wait_for_end(job) == "COMPLETED", cluster.output(job)
     (run_dir,) = cluster.work.glob(pattern)
     found = result(cluster, run_dir)
     assert (found["ranks"], found["resumed_at"] >= 8) == (3, True)
@@ -111,33 +111,33 @@ def test_a_job_that_is_put_back_goes_on_on_another_number_of_tasks(cluster: Slur
     shutil.rmtree(run_dir)
 
 
-def test_our_launcher_in_a_job_that_is_put_back_goes_on_too(cluster: Slurm) -> None:
+def test_a_requeued_job_of_the_launcher_resumes(cluster: Slurm) -> None:
     command = f"{sys.executable} -m unisono.cli.main run train.py --ranks 2 --set checkpoint.every=4"
     job = cluster.submit(f"{command} --set pause=0.4 --run-dir launched", "-n", "2")
     wait_for_step_8(cluster, job, "launched")
     cluster.run("scontrol", "requeue", job)
-    assert cluster.end(job) == "COMPLETED", cluster.output(job)
+    assert cluster.wait_for_end(job) == "COMPLETED", cluster.output(job)
     assert result(cluster, "launched")["resumed_at"] >= 8
     assert bits(cluster, "launched") == bits(cluster, "alone")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_task_that_is_killed_ends_all_and_the_job_begins_again(cluster: Slurm, rank: int) -> None:
+def test_a_killed_task_ends_the_step_and_the_requeued_job_resumes(cluster: Slurm, rank: int) -> None:
     words = f"srun --kill-on-bad-exit=1 {TRAIN} --set pause=0.4 --run-dir killed-{rank}"
     job = cluster.submit(f"{words} || [ ${{SLURM_RESTART_COUNT:-0}} = 1 ] || scontrol requeue $SLURM_JOB_ID", "-n", "2")
     wait_for_step_8(cluster, job, f"killed-{rank}")
     cluster.task(job, rank).send_signal(signal.SIGKILL)
-    assert cluster.end(job) == "COMPLETED", cluster.output(job)
-    assert f"task {rank}: Killed" in cluster.output(job)  # Slurm's own words
+    assert cluster.wait_for_end(job) == "COMPLETED", cluster.output(job)
+    assert f"task {rank}: Killed" in cluster.output(job)  # Slurm's message
     assert result(cluster, f"killed-{rank}")["resumed_at"] >= 8
     assert bits(cluster, f"killed-{rank}") == bits(cluster, "alone")
 
 
-def test_a_signal_before_the_end_of_a_jobs_time_saves_and_ends_it(cluster: Slurm) -> None:
+def test_a_signal_before_the_time_limit_saves_and_ends_the_job(cluster: Slurm) -> None:
     job = cluster.submit(f"srun {TRAIN} --set pause=0.4 --run-dir stopped", "-n", "2")
     wait_for_step_8(cluster, job, "stopped")
     cluster.run("scancel", "--signal=TERM", job)  # as sbatch --signal=TERM@60 does
-    assert cluster.end(job) == "COMPLETED", cluster.output(job)
+    assert cluster.wait_for_end(job) == "COMPLETED", cluster.output(job)
     steps = result(cluster, "stopped")["steps"]
     assert result(cluster, "stopped")["stopped"]
     assert 8 <= steps < 24
@@ -146,7 +146,7 @@ def test_a_signal_before_the_end_of_a_jobs_time_saves_and_ends_it(cluster: Slurm
     assert bits(cluster, "stopped") == bits(cluster, "alone")
 
 
-def test_a_job_stopped_by_a_signal_can_put_itself_back(cluster: Slurm) -> None:
+def test_a_job_stopped_by_a_signal_can_requeue_itself(cluster: Slurm) -> None:
     more = "grep -q '\"stopped\": true' back/result.json && scontrol requeue $SLURM_JOB_ID"
     job = cluster.submit(f"srun {TRAIN} --set pause=0.4 --run-dir back\n{more}\nexit 0", "-n", "2")
     wait_for_step_8(cluster, job, "back")
@@ -155,5 +155,5 @@ def test_a_job_stopped_by_a_signal_can_put_itself_back(cluster: Slurm) -> None:
     while "continuing after step" not in cluster.output(job):
         assert time.monotonic() < until, cluster.output(job)
         time.sleep(0.2)
-    assert cluster.end(job) == "COMPLETED", cluster.output(job)
+    assert cluster.wait_for_end(job) == "COMPLETED", cluster.output(job)
     assert bits(cluster, "back") == bits(cluster, "alone")

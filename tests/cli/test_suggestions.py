@@ -1,4 +1,4 @@
-"""A command line that cannot be parsed is answered with the one that was probably meant, and nothing is started."""
+"""Command lines that cannot be parsed: the message proposes the command that was probably meant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import unisono
-from tests.cli.asking import Ask
+from tests.cli.refused_requests import RequestProblems
 from unisono.cli.main import main
 from unisono.cli.request.run_options import RunRequest
 from unisono.errors import Problem, SettingsError
@@ -321,25 +321,27 @@ CHECK = "unisono check train.py --json"
         ),
     ],
 )
-def test_a_command_that_cannot_be_parsed_is_answered_with_the_one_that_was_meant(
-    ask: Ask, words: str, error: str, facts: str, do: str
+def test_a_command_that_cannot_be_parsed_is_corrected(
+    request_problems: RequestProblems, words: str, error: str, facts: str, do: str
 ) -> None:
-    assert ask(*shlex.split(words)) == [Problem(error, facts, do)]
+    assert request_problems(*shlex.split(words)) == [Problem(error, facts, do)]
 
 
 @pytest.mark.parametrize("name", ["port.py", "launch", "export.py"])
-def test_a_script_takes_precedence_over_the_nearest_verb(ask: Ask, tmp_path: Path, name: str) -> None:
+def test_a_script_takes_precedence_over_the_nearest_verb(
+    request_problems: RequestProblems, tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).write_text("")
     do = f"unisono run {name} --ranks 2 --json"
     facts = f"{name} is a script, and unisono run trains it."
-    assert ask(name, "--ranks", "2") == [Problem(f"There is no verb {name}.", facts, do)]
+    assert request_problems(name, "--ranks", "2") == [Problem(f"There is no verb {name}.", facts, do)]
 
 
 UNSET = "Perhaps a variable of the shell is not set."
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "do"),
+    ("words", "errors", "do"),
     [
         (
             "run train.py --run-dir ''",
@@ -363,9 +365,9 @@ UNSET = "Perhaps a variable of the shell is not set."
         ),
     ],
 )
-def test_an_empty_path_is_refused(ask: Ask, words: str, asked: list[str], do: str) -> None:
-    """--run-dir "$OUT", and nobody has set OUT."""
-    assert ask(*shlex.split(words)) == [Problem(each, UNSET, do) for each in asked]
+def test_an_empty_path_is_refused(request_problems: RequestProblems, words: str, errors: list[str], do: str) -> None:
+    """Cover `--run-dir "$OUT"` where OUT is not set."""
+    assert request_problems(*shlex.split(words)) == [Problem(each, UNSET, do) for each in errors]
 
 
 def test_an_empty_path_is_refused_by_a_script() -> None:
@@ -384,8 +386,8 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
-    told = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
-    assert told in capsys.readouterr().err
+    message = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
         ),
     ],
 )
-def test_suggestions_for_a_script_that_is_started_by_python(words: str, do: str) -> None:
+def test_suggestions_for_a_script_that_python_starts(words: str, do: str) -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems

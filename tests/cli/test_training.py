@@ -1,4 +1,4 @@
-"""Trainings from end to end: the command, real processes, real kills."""
+"""Runs from start to end: the real command and real processes that are killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Settings(unisono.Settings):
     steps: int | None = 24
     batch: int = 16
     checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=4)
-    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds in every round
+    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds per micro-batch
     lr: float = 0.05
 
 def main(run):
@@ -49,32 +49,32 @@ def result(command: Command, run_dir: str) -> dict[str, Any]:
     return found
 
 
-def undisturbed(command: Command) -> dict[str, Any]:
-    """The run that nothing happens to."""
+def uninterrupted(command: Command) -> dict[str, Any]:
+    """Return the result of a run that is not interrupted."""
     command.train("whole")
     return result(command, "whole")
 
 
-def kill_everything(launcher: Any) -> None:
-    """kill -9 to the launcher and everything below it, in one go."""
-    family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-    for process in family:
-        process.suspend()  # so that nobody tidies up after another
-    for process in family:
+def kill_process_tree(launcher: Any) -> None:
+    """Send SIGKILL to the launcher and all of its descendants at once."""
+    tree = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
+    for process in tree:
+        process.suspend()  # so that no process can clean up after another
+    for process in tree:
         process.kill()
     launcher.communicate()
 
 
-def survive(command: Command, chance: random.Random, whole: dict[str, Any], name: str, most: int = 4) -> None:
-    """Start on some number of processes, kill all of them at a random moment, begin again on another number."""
-    first, second = chance.sample(range(1, most + 1), 2)
+def kill_and_resume(command: Command, rng: random.Random, whole: dict[str, Any], name: str, most: int = 4) -> None:
+    """Start on some number of processes, kill all at a random time, resume on another number, and compare the bits."""
+    first, second = rng.sample(range(1, most + 1), 2)
     line = ["run", "script.py", "--run-dir", name, "--autoresume", "--ranks"]
     with command.listening():
         running = command.start(*line, str(first), "--set", "pause=0.004")
         command.wait_for(*[f"step 0 of {rank}" for rank in range(first)])
-    time.sleep(chance.uniform(0.0, 0.7))
+    time.sleep(rng.uniform(0.0, 0.7))
     if running.poll() is None:
-        kill_everything(running)
+        kill_process_tree(running)
     ended = command.run(*line, str(second))
     assert ended.status == 0, ended.err
     after = result(command, name)
@@ -82,31 +82,33 @@ def survive(command: Command, chance: random.Random, whole: dict[str, Any], name
     assert after["steps"] == 24
 
 
-def test_a_run_that_was_killed_ends_as_if_it_had_not_been(command: Command) -> None:
+def test_a_killed_and_resumed_run_has_the_same_bits(command: Command) -> None:
     command.script(SCRIPT)
-    whole = undisturbed(command)
-    chance = random.Random(time.time_ns())
-    survive(command, chance, whole, "killed", most=2)
+    whole = uninterrupted(command)
+    rng = random.Random(time.time_ns())
+    kill_and_resume(command, rng, whole, "killed", most=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_of_twenty_runs_survive_being_killed(command: Command) -> None:
+def test_twenty_killed_and_resumed_runs_have_the_same_bits(command: Command) -> None:
     command.script(SCRIPT)
-    whole = undisturbed(command)
-    chance = random.Random(time.time_ns())
+    whole = uninterrupted(command)
+    rng = random.Random(time.time_ns())
     for number in range(20):
-        survive(command, chance, whole, f"killed-{number}")
+        kill_and_resume(command, rng, whole, f"killed-{number}")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_signal_saves_leaves_cleanly_and_says_the_line_that_goes_on(command: Command, sign: signal.Signals) -> None:
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_saves_ends_cleanly_and_shows_the_command_to_resume(
+    command: Command, signal_number: signal.Signals
+) -> None:
     command.script(SCRIPT)
-    whole = undisturbed(command)
+    whole = uninterrupted(command)
     with command.listening():
         running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "pause=0.01")
         command.wait_for("step 5 of 0")
-    running.send_signal(sign)
+    running.send_signal(signal_number)
     ended = command.end(running)
     assert ended.status == 0, ended.err
     stopped = result(command, "out")
@@ -121,10 +123,10 @@ def test_a_signal_saves_leaves_cleanly_and_says_the_line_that_goes_on(command: C
     after = result(command, "out")
     assert after["weights_sha256"] == whole["weights_sha256"]
     assert not after["stopped"]
-    assert after["promise"] == "exact"  # a pause is not mathematics: the script's field says so
+    assert after["promise"] == "exact"  # the script declares that a pause does not affect the result
 
 
-def test_a_resume_whose_mathematics_differ_is_refused_field_by_field(command: Command) -> None:
+def test_a_resume_with_changed_settings_names_each_of_them(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=steps=8")
     sets = ["--set", "batch=24", "--set", "seed=7", "--set", "virtual_ranks=4", "--set", "lr=0.1", "--set", "threads=2"]
@@ -133,7 +135,7 @@ def test_a_resume_whose_mathematics_differ_is_refused_field_by_field(command: Co
     for line in ("batch = 24", "batch = 16", "seed = 7", "seed = 0", "virtual_ranks = 4", "threads = 2", "lr = 0.1"):
         assert line in ended.err
     assert "--accept-change batch" in ended.err
-    assert len(list((command.folder / "out" / "checkpoints").glob("step-*"))) == 2  # nothing was touched
+    assert len(list((command.folder / "out" / "checkpoints").glob("step-*"))) == 2  # the checkpoints are untouched
     ended = command.run(
         "run",
         "script.py",
@@ -153,9 +155,9 @@ def test_a_resume_whose_mathematics_differ_is_refused_field_by_field(command: Co
     assert "seed from 0 to 7" in after["reason"]
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(command: Command) -> None:
+def test_a_damaged_checkpoint_is_named_and_skipped(command: Command) -> None:
     command.script(SCRIPT)
-    whole = undisturbed(command)
+    whole = uninterrupted(command)
     newest = max((command.folder / "whole" / "checkpoints").glob("step-*"))
     (tensors,) = newest.glob("*.safetensors")
     content = bytearray(tensors.read_bytes())
@@ -192,10 +194,12 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
         assert done.returncode == 0, done.stderr
         assert result(command, name)["weights_sha256"] == result(command, "whole")["weights_sha256"]
     again = json.loads((command.folder / "torchrun" / "environment.json").read_text())["command"]
-    assert again == "unisono run script.py --set steps=6 --run-dir torchrun --ranks 2"  # what messages say to type
+    assert (
+        again == "unisono run script.py --set steps=6 --run-dir torchrun --ranks 2"
+    )  # the command that messages propose
 
 
-def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command: Command) -> None:
+def test_plain_python_reports_all_wrong_settings_with_status_2(command: Command) -> None:
     import subprocess
     import sys
 
@@ -221,7 +225,7 @@ def test_a_wrong_request_under_plain_python_is_one_message_and_status_2(command:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fifty_finished_jobs_in_a_row_leave_cleanly(command: Command) -> None:
+def test_fifty_runs_in_a_row_end_without_output_on_stderr(command: Command) -> None:
     command.script(SCRIPT)
     for number in range(50):
         ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", f"run-{number}", "--set", "steps=3")
@@ -229,13 +233,13 @@ def test_fifty_finished_jobs_in_a_row_leave_cleanly(command: Command) -> None:
         assert ended.err == ""
 
 
-def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> None:
-    """The folder for checkpoints becomes a file: no process can write there any more, whoever it is."""
+def test_a_run_resumes_after_a_failed_save(command: Command) -> None:
+    """A file replaces the folder for checkpoints: no process can write there, not even as root."""
     command.script(
         SCRIPT.replace(
             "        if step.number in (0, 5):",
             "        if step.number == 5 and run.is_main:\n"
-            "            for thread in threading.enumerate():\n"  # that of step 4 is saved beside the steps
+            "            for thread in threading.enumerate():\n"  # the checkpoint after step 4 is still being written
             "                if thread.name.startswith('checkpoint'): thread.join()\n"
             "            (run.dir / 'checkpoints').rename(run.dir / 'kept')\n"
             "            (run.dir / 'checkpoints').write_text('a file')\n"
@@ -249,40 +253,40 @@ def test_a_failed_save_harms_nothing_and_says_what_to_do(command: Command) -> No
     folder = command.folder / "out"
     (folder / "checkpoints").unlink()
     (folder / "kept").rename(folder / "checkpoints")
-    whole = undisturbed_from(command, SCRIPT)
+    whole = uninterrupted_from(command, SCRIPT)
     command.train("out", "--resume")
     assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
 
 
-def undisturbed_from(command: Command, script: str) -> dict[str, Any]:
+def uninterrupted_from(command: Command, script: str) -> dict[str, Any]:
     command.script(script)
-    return undisturbed(command)
+    return uninterrupted(command)
 
 
 def test_a_finished_run_keeps_its_result(command: Command) -> None:
     command.script(SCRIPT)
-    before = undisturbed(command)
+    before = uninterrupted(command)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "whole", "--resume")
     assert ended.status == 0, ended.err
     assert "This run already finished after 24 steps." in ended.out
     assert result(command, "whole") == before
 
 
-def test_leaving_the_loop_with_break_keeps_what_was_done(command: Command) -> None:
+def test_a_break_keeps_the_steps_done(command: Command) -> None:
     left = SCRIPT.replace(
         "        if step.number in (0, 5):", "        if step.number == 5:\n            break\n        if 0:"
     )
     command.script(left)
     command.train("out", ranks=2)
     assert result(command, "out")["steps"] == 6
-    whole = undisturbed_from(command, SCRIPT)
+    whole = uninterrupted_from(command, SCRIPT)
     command.train("out", "--resume")
     assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
-    """python script.py | head -n 1"""
+def test_a_closed_standard_output_does_not_end_training(command: Command) -> None:
+    """Cover `python script.py | head -n 1`."""
     script = command.script(SCRIPT.replace("step.update(", "print('a line of its own', flush=True); step.update("))
     training = command.start_python(str(script), "--run-dir", "piped")
     assert training.stdout is not None
@@ -292,19 +296,21 @@ def test_a_reader_that_leaves_does_not_end_a_training(command: Command) -> None:
     assert result(command, "piped")["steps"] == 24
 
 
-def test_a_stop_after_the_loop_does_not_say_that_nothing_was_done(command: Command) -> None:
+def test_a_stop_after_the_loop_names_the_last_checkpoint(command: Command) -> None:
     command.script(SCRIPT + "\nsay('after')\nsignal.pause()\n")
     running = command.start("run", "script.py", "--run-dir", "out")
     command.wait_for("after 0")
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert ended.status == 0
-    told = "Stopped outside the loop; step-00000024 is saved.\n  Next: unisono run script.py --run-dir out --resume\n"
-    assert ended.err.endswith(told)
+    message = (
+        "Stopped outside the loop; step-00000024 is saved.\n  Next: unisono run script.py --run-dir out --resume\n"
+    )
+    assert ended.err.endswith(message)
 
 
 @pytest.mark.slow
-def test_plain_python_says_that_it_heard_ctrl_c(command: Command) -> None:
+def test_plain_python_confirms_ctrl_c(command: Command) -> None:
     command.script(SCRIPT)
     running = command.start_python("script.py", "--run-dir", "out", "--set", "pause=0.02")
     command.wait_for("step 0 of 0")
@@ -315,15 +321,15 @@ def test_plain_python_says_that_it_heard_ctrl_c(command: Command) -> None:
     assert ended.out.endswith("Next: python script.py --set pause=0.02 --run-dir out --resume\n")
 
 
-BY = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py"]}
+COMMANDS = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py"]}
 CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
 @pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
-def test_the_result_as_json_for_nobody_is_no_failure(command: Command, starter: str) -> None:
-    """unisono run script.py --json | head -n 1"""
+def test_json_for_a_closed_standard_output_is_no_failure(command: Command, starter: str) -> None:
+    """Cover `unisono run script.py --json | head -n 1`."""
     command.script(SCRIPT)
-    training = command.start_python(*BY[starter], "--run-dir", "piped", "--json")
+    training = command.start_python(*COMMANDS[starter], "--run-dir", "piped", "--json")
     assert training.stdout is not None
     training.stdout.readline()
     training.stdout.close()
@@ -334,28 +340,28 @@ def test_the_result_as_json_for_nobody_is_no_failure(command: Command, starter: 
 
 
 @pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
-def test_without_a_standard_output_no_other_file_is_taken_for_it(command: Command, starter: str) -> None:
-    """unisono run script.py >&-"""
+def test_a_closed_descriptor_1_is_not_reused_for_output(command: Command, starter: str) -> None:
+    """Cover `unisono run script.py >&-`."""
     command.script(SCRIPT)
-    ended = command.end(command.start_python("-c", CLOSED, *BY[starter], "--run-dir", "quiet"))
+    ended = command.end(command.start_python("-c", CLOSED, *COMMANDS[starter], "--run-dir", "quiet"))
     assert (ended.status, ended.out, ended.err) == (0, "", "")
     assert result(command, "quiet")["steps"] == 24
     assert len((command.folder / "quiet" / ".lock").read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_small_batch_has_fewer_virtual_ranks_and_that_is_said(command: Command) -> None:
+def test_a_small_batch_reduces_the_virtual_ranks_and_reports_it(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--set", "batch=4", "--set", "steps=2", "--run-dir", "small")
-    asked = command.run("run", "script.py", "--set", "virtual_ranks=4", "--set", "steps=2", "--run-dir", "asked")
+    explicit = command.run("run", "script.py", "--set", "virtual_ranks=4", "--set", "steps=2", "--run-dir", "explicit")
     assert "\n4 virtual ranks (no more than the batch of 4): 1 to 4 processes, micro-batches of 1\n" in ended.out
-    assert "\n4 virtual ranks: 1 to 4 processes, micro-batches of 4\n" in asked.out
+    assert "\n4 virtual ranks: 1 to 4 processes, micro-batches of 4\n" in explicit.out
     assert "each virtual rank has 1 sample of the batch of 4" in ended.out
-    assert "a virtual rank gets" not in asked.out
+    assert "a virtual rank gets" not in explicit.out
 
 
 def test_a_signal_after_the_script_has_returned_changes_nothing(command: Command) -> None:
-    """All is saved, and only the result is to be written: it is."""
+    """The last checkpoint is saved already; the run only has to write its result."""
     command.script("""
         import torch
 

@@ -1,4 +1,4 @@
-"""Wrong requests: what was asked, what is true, what to type; all at once, status 2, and nothing is started or left."""
+"""Wrong requests: all errors with facts and commands, status 2, and no process or file remains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Literal
 import pytest
 
 import unisono
-from tests.cli.asking import SCRIPT, Ask
 from tests.cli.command import dry_run
+from tests.cli.refused_requests import SCRIPT, RequestProblems
 from unisono.cli import reference
 from unisono.cli.main import main
 from unisono.cli.request.run_options import RunRequest
@@ -25,7 +25,7 @@ from unisono.launcher import local_launch
 
 
 @pytest.mark.parametrize(
-    ("words", "asked", "true", "do"),
+    ("words", "error", "true", "do"),
     [
         (
             "run txt",
@@ -136,16 +136,16 @@ from unisono.launcher import local_launch
         ),
     ],
 )
-def test_a_wrong_request_is_answered_with_the_line_to_type(
-    ask: Ask, words: str, asked: str, true: str, do: str
+def test_a_wrong_request_is_answered_with_a_command(
+    request_problems: RequestProblems, words: str, error: str, true: str, do: str
 ) -> None:
-    assert ask(*shlex.split(words)) == [Problem(asked, true, do)]
+    assert request_problems(*shlex.split(words)) == [Problem(error, true, do)]
 
 
-def test_all_problems_are_reported_together(ask: Ask, tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(request_problems: RequestProblems, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "result.json").write_text("{}")
-    problems = ask(
+    problems = request_problems(
         "run", "train.py", "--ranks=0", "--run-dir=out", "--set=lr=x", "--set=wdith=3", "--accept-change=seed"
     )
     assert [problem.asked for problem in problems] == [
@@ -157,30 +157,38 @@ def test_all_problems_are_reported_together(ask: Ask, tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_script_does_not_hide_other_problems(ask: Ask, tmp_path: Path) -> None:
+def test_a_missing_script_does_not_hide_other_problems(request_problems: RequestProblems, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    problems = ask("run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file")
-    asked = [
+    problems = request_problems(
+        "run", "trian.py", "--ranks=0", "--set=batch=0", "--settings=none.toml", "--run-dir=file"
+    )
+    errors = [
         "There is no recipe or script trian.py.",
         "--ranks 0 is out of range.",
         "Cannot read the settings file none.toml.",
         "batch = 0 is out of range.",
         "file is a file.",
     ]
-    assert [problem.asked for problem in problems] == asked
-    assert len(ask("run", "trian.py", "--resume")) == 1
+    assert [problem.asked for problem in problems] == errors
+    assert len(request_problems("run", "trian.py", "--resume")) == 1
 
 
-def test_without_unisono_main_only_the_settings_of_every_run_are_checked(ask: Ask, tmp_path: Path) -> None:
+def test_without_unisono_main_only_the_settings_of_every_run_are_checked(
+    request_problems: RequestProblems, tmp_path: Path
+) -> None:
     (tmp_path / "other.py").write_text("raise SystemExit('it was started')")
     (tmp_path / "some.toml").write_text("threads = 0\nwidth = 3\n")
-    problems = ask("run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml")
+    problems = request_problems(
+        "run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml"
+    )
     assert [problem.asked for problem in problems] == ["batch = 0 is out of range.", "threads = 0 is out of range."]
-    (problem,) = ask("run", "other.py", "--set=virtual_ranks=3", "--set=batch=2")  # its own batch nobody knows here
+    (problem,) = request_problems(
+        "run", "other.py", "--set=virtual_ranks=3", "--set=batch=2"
+    )  # the default batch of the script is unknown here
     assert problem.asked == "virtual_ranks = 3 is more than the batch has samples."
-    (problem,) = ask("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
+    (problem,) = request_problems("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
     assert problem.true == "Each of the 2 virtual ranks runs on one: 1 to 2 processes."
-    (problem,) = ask("run", "other.py", "--settings=none.toml")
+    (problem,) = request_problems("run", "other.py", "--settings=none.toml")
     assert problem.true == "There is no such file."
 
 
@@ -227,22 +235,24 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
     (tmp_path / "train.py").write_text(SCRIPT.replace("lr: float = 3e-4", "lr: float = 3e-4  # the highest"))
     for words in (["train.py", "--help"], ["--ranks", "2", "train.py", "-h"]):
         assert main(["run", *words]) == 0
-        told = capsys.readouterr().out
-        assert "Train a recipe or a script." in told
-        assert re.search(r"  lr +0\.0003 +the highest\n", told)
+        text = capsys.readouterr().out
+        assert "Train a recipe or a script." in text
+        assert re.search(r"  lr +0\.0003 +the highest\n", text)
     assert main(["run", "image", "--help"]) == 0
     assert "a folder of your own: four idx files" in " ".join(capsys.readouterr().out.split())
     assert main(["run", "--help"]) == 0
     assert "Settings with their defaults" not in capsys.readouterr().out
 
 
-def test_an_unknown_setting_without_a_near_name_lists_the_scripts_settings(ask: Ask, tmp_path: Path) -> None:
-    (problem,) = ask("run", "train.py", "--set", "zzzzzz=1")
+def test_an_unknown_setting_without_a_near_name_lists_the_scripts_settings(
+    request_problems: RequestProblems, tmp_path: Path
+) -> None:
+    (problem,) = request_problems("run", "train.py", "--set", "zzzzzz=1")
     assert problem.asked == "There is no setting zzzzzz."
     true = r"There are steps, lr, and \d\d of every run: unisono run train\.py --help"
     assert re.fullmatch(true, problem.true)
     (tmp_path / "plain.py").write_text("import unisono\nunisono.main(print)\n")
-    (problem,) = ask("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
+    (problem,) = request_problems("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
     assert re.fullmatch(r"There are \d\d of every run: unisono run plain\.py --help", problem.true)
 
 
@@ -266,8 +276,10 @@ def test_the_reference_pages_are_markdown(
     assert words in capsys.readouterr().out
 
 
-def test_the_proposed_command_corrects_all_wrong_settings(ask: Ask) -> None:
-    problems = ask("run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1")
+def test_the_proposed_command_corrects_all_wrong_settings(request_problems: RequestProblems) -> None:
+    problems = request_problems(
+        "run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1"
+    )
     assert [problem.asked for problem in problems] == [
         "Invalid value: batch = big",
         "There is no setting stepz.",
@@ -307,11 +319,11 @@ def test_copy_overwrites_nothing(
 
 def test_help_is_grouped_and_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert "Train" in told
-    assert told.index("Train") < told.index("Verify") < told.index("Inspect")
-    assert "unisono run text --ranks 2 " in told
-    assert all(len(line) <= 80 for line in told.splitlines())
+    text = capsys.readouterr().out
+    assert "Train" in text
+    assert text.index("Train") < text.index("Verify") < text.index("Inspect")
+    assert "unisono run text --ranks 2 " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"{unisono.__version__}\n"
 

@@ -1,4 +1,4 @@
-"""Scripts that are not placement-proof, each with what `unisono check` should say: the cause, and where it shows."""
+"""Scripts that are not placement-proof, each with the cause and place that `unisono check` must report."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ EMPTY = dict.fromkeys(("make", "fetch", "forward", "before", "loss", "after"), "
 
 
 def text_of(changes: Mapping[str, str]) -> str:
-    """The script with these places filled in."""
+    """Return the script with these changes."""
     return SCRIPT.format(**{**EMPTY, **changes})
 
 
 class Wrong(NamedTuple):
     changes: dict[str, str]
     cause: str
-    what: str  # that differs first
+    what: str  # the first difference
     step: int = 0
-    virtual_rank: int = 0  # -1: of the step
+    virtual_rank: int = 0  # -1: the whole step
 
 
 WRONG = {
@@ -122,7 +122,7 @@ WRONG = {
         "asks-rank",
         "the loss",
     ),
-    "the same, asked before the loop": Wrong(
+    "a loss divided by a size that was read before the loop": Wrong(
         {"before": "size = dist.get_world_size() if dist.is_initialized() else 1", "loss": "loss = loss / size"},
         "asks-rank",
         "the loss",
@@ -132,12 +132,12 @@ WRONG = {
         "collective",
         "the loss",
     ),
-    "another number of threads": Wrong(  # convicted even where its bits happen to be the same
+    "another number of threads": Wrong(  # reported even if the bits happen to be equal
         {"before": "torch.set_num_threads(3 - min(run.size, 2))"},
         "threads",
         "the number of threads",
     ),
-    "an operator that torch calls nondeterministic": Wrong(  # played by the clock: here it would have one order
+    "an operator that torch calls nondeterministic": Wrong(  # imitated by the clock
         {"forward": "x = x + 1e-3 * torch.zeros(9).put_(torch.tensor([0, 0]), torch.rand(2) + time.time() % 1)[0]"},
         "operator",
         "the loss",

@@ -270,8 +270,8 @@ def test_what_the_class_itself_refuses_is_a_wrong_request() -> None:
 def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     assert load(Settings).settings.virtual_ranks == 8
     assert load(Settings, sets=["batch=3"]).settings.virtual_ranks == 3
-    asked = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
-    assert [p.asked for p in check(asked, 1, CommandLine())] == [
+    settings = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
+    assert [p.asked for p in check(settings, 1, CommandLine())] == [
         "virtual_ranks = 8 is more than the batch has samples."
     ]
 
@@ -300,8 +300,8 @@ def test_explain_is_a_settings_file_that_gives_the_same_settings(
     file = tmp_path_factory.getbasetemp() / "explained.toml"
     file.write_text(provenance_lines(settings, sources), encoding="utf-8")
     assert load(Settings, file=file).settings == settings
-    values, told = read(file)
-    assert (values.keys(), told) == (sources.keys(), sources)
+    values, origins = read(file)
+    assert (values.keys(), origins) == (sources.keys(), sources)
     assert (values["name"], values["lr"], values["steps"]) == (None if name == "none" else name, lr, None)
     assert (values["tags"], values["model.width"], values["data"]) == (tags, width, "a#  # b")
 
@@ -320,7 +320,7 @@ def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:
         epochs: int | None = 5
 
     assert (load(Own).settings.steps, load(Own).settings.epochs) == (None, 5)
-    asked = load(Own, sets=["steps=3"]).settings
-    assert (asked.steps, asked.epochs) == (3, None)
+    settings = load(Own, sets=["steps=3"]).settings
+    assert (settings.steps, settings.epochs) == (3, None)
     both = load(Own, sets=["steps=3", "epochs=2"]).settings  # check says that this cannot be
     assert (both.steps, both.epochs) == (3, 2)

@@ -21,7 +21,7 @@ TORCHRUN = {
 
 
 @pytest.fixture(autouse=True)
-def nobody_started_us(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clear_launcher_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*TORCHRUN, *SRUN, *environment.RESTARTS, *OMPI, *MPICH, "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
     yield

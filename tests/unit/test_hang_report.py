@@ -106,9 +106,9 @@ def test_the_line_of_a_thread() -> None:
 def test_a_process_that_waits_for_input_does_not_hang() -> None:
     scope: dict[str, Any] = {"sys": sys, "stands": describe_frame, "input": lambda place: place}
     source = "def asks():\n    return input(stands(sys._getframe()))\n"
-    linecache.cache["asking.py"] = (len(source), None, source.splitlines(keepends=True), "asking.py")
-    exec(compile(source, "asking.py", "exec"), scope)
-    assert scope["asks"]() == ("asking.py:2 in asks", "return input(stands(sys._getframe()))", "person")
+    linecache.cache["prompt.py"] = (len(source), None, source.splitlines(keepends=True), "prompt.py")
+    exec(compile(source, "prompt.py", "exec"), scope)
+    assert scope["asks"]() == ("prompt.py:2 in asks", "return input(stands(sys._getframe()))", "person")
 
 
 def test_the_line_in_a_stack_of_faulthandler() -> None:

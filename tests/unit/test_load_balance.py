@@ -66,7 +66,7 @@ def test_alternating_speeds_change_the_assignment_less_and_less_often() -> None:
 def test_all_processes_decide_alike() -> None:
     """The same times lead to the same decision."""
     chance = random.Random(5)
-    told = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
+    measured = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
     dealers = [LoadBalancer(12, assign_evenly(12, 3)) for _ in range(3)]
-    for seconds in told:
+    for seconds in measured:
         assert len({dealer.record(seconds) for dealer in dealers}) == 1

@@ -52,7 +52,7 @@ LINE = CommandLine(("unisono", "run", "text", "--ranks", "4"))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "asked", "true", "do"),
+    ("parallel", "error", "true", "do"),
     [
         (
             {"shard": 3},
@@ -112,10 +112,10 @@ LINE = CommandLine(("unisono", "run", "text", "--ranks", "4"))
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(
-    parallel: dict[str, Any], asked: str, true: str, do: str
+    parallel: dict[str, Any], error: str, true: str, do: str
 ) -> None:
     ranks = parallel.pop("virtual_ranks", 8)
     (problem,) = check(Settings(steps=1, virtual_ranks=ranks, parallel=ParallelSettings(**parallel)), 4, LINE)
-    assert problem.asked == asked
+    assert problem.asked == error
     assert true in problem.true
     assert do in problem.do

@@ -60,10 +60,10 @@ def test_subtrees_are_the_largest_and_cover_the_span(leaves: int, data: st.DataO
     hi = data.draw(st.integers(lo, leaves))
     found = subtrees(leaves, lo, hi)
     assert [leaf for node in found for leaf in range(*node)] == list(range(lo, hi))
-    everybody = nodes(leaves)
-    assert all(node in everybody for node in found)
+    every_node = nodes(leaves)
+    assert all(node in every_node for node in found)
     for node in found:  # its parent is not inside the span
-        assert not any(lo <= p.lo and p.hi <= hi and node in p.children for p in everybody if p.hi - p.lo > 1)
+        assert not any(lo <= p.lo and p.hi <= hi and node in p.children for p in every_node if p.hi - p.lo > 1)
     assert len(found) <= max(1, 2 * ceil(log2(leaves + 1)))
 
 
@@ -109,12 +109,12 @@ def test_siblings_share_a_parent(leaves: int) -> None:
 @quick
 @given(virtual_ranks, st.data())
 def test_parents_are_those_of_the_tree(leaves: int, data: st.DataObject) -> None:
-    everybody = sorted(nodes(leaves))
-    left = data.draw(st.sampled_from(everybody))
-    right = data.draw(st.sampled_from(everybody))
-    expected = next((p for p in everybody if p.hi - p.lo > 1 and p.children == (left, right)), None)
+    every_node = sorted(nodes(leaves))
+    left = data.draw(st.sampled_from(every_node))
+    right = data.draw(st.sampled_from(every_node))
+    expected = next((p for p in every_node if p.hi - p.lo > 1 and p.children == (left, right)), None)
     assert reduction_tree.parent(leaves, left, right) == expected
-    for node in everybody:
+    for node in every_node:
         if node.hi - node.lo > 1:
             assert reduction_tree.parent(leaves, *node.children) == node
 

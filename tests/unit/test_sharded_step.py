@@ -111,16 +111,18 @@ def differing(
     size: int, dtypes: Any, *, full: bool = False, shapes: Any = SHAPES, names: Any = None, threads: int = 1
 ) -> list[Any]:
     """What is not, on some rank of so many, what it is in one process."""
-    asked = [(c, d) for c in cases(full=full) for d in dtypes if not broken(c, d) and (names is None or c[0] in names)]
+    selected = [
+        (c, d) for c in cases(full=full) for d in dtypes if not broken(c, d) and (names is None or c[0] in names)
+    ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        truth = [trained(case, dtype, lambda whole: whole, shapes) for case, dtype in asked]
+        truth = [trained(case, dtype, lambda whole: whole, shapes) for case, dtype in selected]
         found: list[Any] = []
         for rank in range(size):
             dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
             mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-            for (case, dtype), (params, state) in zip(asked, truth, strict=True):
+            for (case, dtype), (params, state) in zip(selected, truth, strict=True):
                 mine = trained(case, dtype, _placed(mesh, rank, size), shapes)
                 same = [bits(p) for p in mine[0]] == [expected(p, rank, size) for p in params]
                 same &= [(*k, bits(v)) for *k, v in mine[1]] == [(*k, expected(v, rank, size)) for *k, v in state]

@@ -8,7 +8,7 @@ from unisono.cli.start.start_message import about_small_shares
 
 
 @pytest.mark.parametrize(
-    ("batch", "virtual_ranks", "processes", "told"),
+    ("batch", "virtual_ranks", "processes", "ending"),
     [
         (8, 8, 1, "--set virtual_ranks=2 is faster, on 1 to 2 processes, with other bits"),
         (16, 8, 4, "--set virtual_ranks=4 is faster, on 1 to 4 processes, with other bits"),
@@ -19,8 +19,8 @@ from unisono.cli.start.start_message import about_small_shares
     ],
 )
 def test_a_small_share_of_each_virtual_rank_is_said_with_the_setting(
-    batch: int, virtual_ranks: int, processes: int, told: str
+    batch: int, virtual_ranks: int, processes: int, ending: str
 ) -> None:
     line = about_small_shares(batch, virtual_ranks, processes)
-    assert line.endswith(told)
-    assert bool(line) is bool(told)
+    assert line.endswith(ending)
+    assert bool(line) is bool(ending)

@@ -112,14 +112,14 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path) -> None:
-    asked, where = StartRequest(Path("train.py"), RunRequest(), World.current()), str(tmp_path / "kept")
+    request, where = StartRequest(Path("train.py"), RunRequest(), World.current()), str(tmp_path / "kept")
     with ExitStack() as kept:
-        assert asked.save_in(where, tmp_path / "one", kept) == where
+        assert request.save_in(where, tmp_path / "one", kept) == where
         words = rf"(?s){where} is in use\.\n  Process {os.getpid()} on .*checkpoint\.dir={where}-2"
         with pytest.raises(SettingsError, match=words):
-            asked.save_in(where, tmp_path / "two", kept)
+            request.save_in(where, tmp_path / "two", kept)
     with ExitStack() as kept:
-        asked.save_in(where, tmp_path / "two", kept)
+        request.save_in(where, tmp_path / "two", kept)
 
 
 # -- S3
@@ -142,12 +142,12 @@ def s3() -> Iterator[dict[str, str]]:
 
 def with_s3(world: World, folder: Path, about: dict[str, str], config: Any, resume: bool) -> Any:
     os.environ.update(about)
-    told = attempt(world, folder, train, config, resume=resume)
+    losses = attempt(world, folder, train, config, resume=resume)
     if world.rank:
-        return told
+        return losses
     storage = storage_of(folder)
     assert isinstance(storage, BucketStorage)
-    return told, storage.checkpoints(), json.loads(storage._fs.cat_file(f"{storage._root}/writer.json"))["host"]
+    return losses, storage.checkpoints(), json.loads(storage._fs.cat_file(f"{storage._root}/writer.json"))["host"]
 
 
 @pytest.mark.slow
@@ -159,10 +159,10 @@ def test_shards_saved_to_s3_are_loaded_on_one_process(tmp_path: Path, s3: dict[s
     config = replace(SETTINGS, steps=4, checkpoint=kept, parallel=ParallelSettings(shard=2))
     longer = replace(SETTINGS, steps=8, checkpoint=kept)
     whole = run_ranks(attempt, 1, tmp_path / "whole", train, replace(SETTINGS, steps=8))[0]
-    (told, steps, _), _ = run_ranks(with_s3, 2, tmp_path / "one", s3, config, False)
-    assert steps == [4, 2], told
-    ((told, steps, host),) = run_ranks(with_s3, 1, tmp_path / "one", s3, longer, True)
-    assert told[-1] == whole[-1]
+    (losses, steps, _), _ = run_ranks(with_s3, 2, tmp_path / "one", s3, config, False)
+    assert steps == [4, 2], losses
+    ((losses, steps, host),) = run_ranks(with_s3, 1, tmp_path / "one", s3, longer, True)
+    assert losses[-1] == whole[-1]
     assert steps == [8, 6]
     assert host == os.uname().nodename
     assert not list((tmp_path / "one" / "checkpoints").glob("*step*"))
@@ -174,10 +174,10 @@ CREDENTIALS = {"aws_access_key_id": "x", "aws_secret_access_key": "x", "region_n
 
 def with_s3_refused(folder: Path, about: dict[str, str], config: Any) -> str:
     """Return the error of a run that begins under the name of an existing one."""
-    (words,) = run_ranks(attempt_anew, 1, folder / "other" / "one", about, config)
+    (words,) = run_ranks(attempt_new_run, 1, folder / "other" / "one", about, config)
     return str(words)
 
 
-def attempt_anew(world: World, folder: Path, about: dict[str, str], config: Any) -> Any:
+def attempt_new_run(world: World, folder: Path, about: dict[str, str], config: Any) -> Any:
     os.environ.update(about)
     return attempt(world, folder, train, replace(config, parallel=ParallelSettings()))

@@ -198,10 +198,10 @@ def test_a_waiting_server_is_no_bottleneck(tmp_path: Path) -> None:
 
 
 def test_sent_bytes_are_compared_with_the_uncompressed_size(tmp_path: Path) -> None:
-    told = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
-    text = " ".join(" ".join(closing_lines(told, tmp_path)).split())
+    compressed = {**RESULT, "bytes_per_step": 555_008, "bytes_uncompressed": 50_874_368}
+    text = " ".join(" ".join(closing_lines(compressed, tmp_path)).split())
     assert "sent 555 kB of gradients per step and process, 1.1% of the uncompressed size promise" in text
-    more = " ".join(" ".join(closing_lines({**told, "bytes_per_step": 60_000_000}, tmp_path)).split())
+    more = " ".join(" ".join(closing_lines({**compressed, "bytes_per_step": 60_000_000}, tmp_path)).split())
     assert "117.9% of the uncompressed size: fewer groups send less (compress.groups)" in more
     assert "sent 812 B of gradients per step and process promise" in " ".join(
         " ".join(closing_lines({**RESULT, "bytes_per_step": 812}, tmp_path)).split()

@@ -26,7 +26,7 @@ LINE = CommandLine(("unisono", "run", "train.py"))
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("fields", "words"),
     [
         (
             {"exchange": "ddp", "parallel": ParallelSettings(tensor=2)},
@@ -194,10 +194,10 @@ LINE = CommandLine(("unisono", "run", "train.py"))
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_to_type(asked: dict[str, Any], words: str) -> None:
-    problems = check(Settings(steps=1, **asked), 4, LINE)
-    told = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
-    assert any(re.search(words, line) for line in told), told
+def test_what_does_not_go_together_is_refused_with_what_to_type(fields: dict[str, Any], words: str) -> None:
+    problems = check(Settings(steps=1, **fields), 4, LINE)
+    messages = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
+    assert any(re.search(words, line) for line in messages), messages
 
 
 @pytest.mark.parametrize(("size", "count", "staleness"), [(2, 1, 0), (9, 1, 0), (10, 2, 0), (30, 1, None), (4, 1, 2)])
@@ -236,18 +236,18 @@ def test_an_axis_that_is_refused_is_told_also_where_the_processes_do_not_fit() -
 
 
 def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
-    asked: dict[str, Any] = {"local_sgd": LocalSGDSettings(sync_every=10, sites=3), "server": ServerSettings(count=2)}
-    assert len(check(Settings(steps=1, **asked), 2, LINE)) == 3
+    fields: dict[str, Any] = {"local_sgd": LocalSGDSettings(sync_every=10, sites=3), "server": ServerSettings(count=2)}
+    assert len(check(Settings(steps=1, **fields), 2, LINE)) == 3
 
 
 def test_nothing_travels_with_one_virtual_rank() -> None:
-    asked = Settings(steps=1, virtual_ranks=1, compress=CompressSettings(kind="bf16"))
-    (problem,) = check(asked, 1, LINE)
+    settings = Settings(steps=1, virtual_ranks=1, compress=CompressSettings(kind="bf16"))
+    (problem,) = check(settings, 1, LINE)
     assert problem.asked == "compress.kind = bf16 cannot be combined with virtual_ranks = 1."
     assert "no gradient is sent" in problem.true
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 5), (4, 5), (5, 5), (3, 3), (2, 2), (8, 8), (64, 100)])
 def test_levels_of_the_tree_can_be_compressed(nodes: int, ranks: int) -> None:
-    asked = Settings(steps=1, batch=100, virtual_ranks=ranks, compress=CompressSettings(kind="int8", groups=nodes))
-    assert check(asked, 2, LINE) == []
+    settings = Settings(steps=1, batch=100, virtual_ranks=ranks, compress=CompressSettings(kind="int8", groups=nodes))
+    assert check(settings, 2, LINE) == []

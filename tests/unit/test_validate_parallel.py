@@ -20,7 +20,7 @@ LINE = CommandLine(("unisono", "run", "text"))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "asked", "do"),
+    ("parallel", "error", "do"),
     [
         (
             {"model_parallel_devices": 2, "data_parallel_devices": 3},
@@ -76,10 +76,10 @@ LINE = CommandLine(("unisono", "run", "text"))
         ),
     ],
 )
-def test_what_does_not_go_together(parallel: dict[str, Any], asked: str, do: str) -> None:
+def test_what_does_not_go_together(parallel: dict[str, Any], error: str, do: str) -> None:
     processes = parallel.get("shard", 1) * parallel.get("pipeline", 1)
     (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), processes, LINE)
-    assert problem.asked == asked
+    assert problem.asked == error
     assert do in problem.do
 
 

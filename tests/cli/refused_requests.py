@@ -1,4 +1,4 @@
-"""Wrong requests, made in an empty folder with a script: their problems, and that nothing was left there."""
+"""A fixture that makes a wrong request in an empty folder and returns the problems that the command reports."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ if __name__ == "__main__":
     unisono.main(print, Settings)
 """
 
-Ask = Callable[..., list[Problem]]
+RequestProblems = Callable[..., list[Problem]]
 
 
 @pytest.fixture
-def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """The problems of a wrong request, made in an empty folder with train.py; afterwards nothing else is there."""
+def request_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> RequestProblems:
+    """Return the problems of a wrong request, made in a folder that holds only train.py; it must stay unchanged."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local_launch, "dry_run", dry_run)
     monkeypatch.setattr(local_launch, "run", start_quietly)
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    def ask(*words: str) -> list[Problem]:
+    def request_problems(*words: str) -> list[Problem]:
         before = sorted(tmp_path.rglob("*"))
         status = main([*words, "--json"])
         screen = capsys.readouterr()
@@ -49,4 +51,4 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         assert screen.err == "\n".join(str(problem) for problem in problems) + "\n"
         return problems
 
-    return ask
+    return request_problems
