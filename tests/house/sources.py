@@ -1,4 +1,4 @@
-"""The project's own files, as the tests of this folder read them."""
+"""Source files of the project, as the tests of this folder read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIBRARY = ROOT / "unisono"
 
 
 def files(*folders: str) -> list[Path]:
-    """All Python files below these folders of the project, sorted; a folder that is not there is a mistake."""
+    """Return all Python files below these folders of the project, sorted; a missing folder is an error."""
     found = []
     for folder in folders:
         assert (ROOT / folder).is_dir(), folder
@@ -24,7 +24,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def place(path: Path, node: ast.AST) -> str:
-    """file:line, as an editor wants it."""
+    """Return file:line, as editors read it."""
     return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
 
 

@@ -100,13 +100,13 @@ def test_no_cycle_of_imports_within_a_package() -> None:
 
 
 def test_no_cycle_of_imports_in_the_library() -> None:
-    """Packages as well as modules: the staircase allows no other arrow, and this does not rely on it."""
+    """Neither packages nor modules have a cycle. The layers of test_stairs.py imply this; here it is checked directly."""
     graph = {name: found for name, found in import_graph().items() if name.split(".")[1:2] not in [[c] for c in CYCLES]}
     assert cycle_in({name: found & set(graph) for name, found in graph.items()}) == []
 
 
 def test_nothing_inherits_from_run_or_step_but_the_dry_run() -> None:
-    """What a run may do besides is an extension or a loop of its own, not a subclass."""
+    """Optional features of a run are extensions or loops, not subclasses."""
     subclasses = {
         f"{module_name(path)}.{node.name}"
         for path in files("unisono")

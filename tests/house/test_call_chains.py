@@ -1,4 +1,4 @@
-"""Few frames of ours lie between a script and torch: counted on the real stack, in small runs on two processes.
+"""There are few frames of Unisono between a script and torch: counted on the stack in small runs of two processes.
 
 A chain begins where the script calls Unisono, or where a `for` asks it for the next item, and ends where Unisono calls
 torch, the script's own code, or the writer of checkpoints. Each number may only fall.

@@ -116,7 +116,7 @@ def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.launches], ids=by_name)
 def test_blocks_that_launch_run(block: Block, tmp_path: Path) -> None:
-    """Two runs, in processes of their own."""
+    """Each block starts two runs in processes of their own."""
     (tmp_path / "script.py").write_text(block.code, encoding="utf-8")
     run(tmp_path, "script.py")
 
@@ -135,7 +135,7 @@ def test_scripts_for_torchrun_run(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.peer], ids=by_name)
 def test_scripts_of_peers_run(block: Block, ranks: int, tmp_path: Path) -> None:
-    """On two processes as it is written, and on one."""
+    """Run the script on two processes, as it is written, and on one."""
     compile(block.code, block.name, "exec")
     assert block.peer is not None
     if find_spec(block.peer) is None:
@@ -149,7 +149,7 @@ def test_scripts_of_peers_run(block: Block, ranks: int, tmp_path: Path) -> None:
     "block", [b for b in BLOCKS if not (b.is_ours or b.launches or b.is_torchs or b.peer)], ids=by_name
 )
 def test_other_blocks_are_python(block: Block) -> None:
-    """They parse, and what they import from the library exists."""
+    """Other blocks parse, and the names that they import from the library exist."""
     for node in ast.walk(ast.parse(block.code, block.name)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "unisono":
             module = import_module(node.module or "")

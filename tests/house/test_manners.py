@@ -85,7 +85,7 @@ def test_one_file_reads_the_environment() -> None:
 
 
 def loaded_by(program: str) -> set[str]:
-    """The top-level modules and our own that a fresh Python has loaded after this program."""
+    """Return the top-level modules and those of Unisono that a new Python process loads for this program."""
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\nprint('loaded', *sys.modules)"],
         capture_output=True,
@@ -123,7 +123,7 @@ def test_the_door_is_light(program: str) -> None:
 
 
 def test_the_door_keeps_its_promises() -> None:
-    """Every public name can be had, and a wrong one is answered with those that there are."""
+    """Every public name can be imported, and the error for an unknown name lists them."""
     import unisono
 
     for name in unisono.__all__:
@@ -138,7 +138,7 @@ def test_every_test_has_a_name_one_can_type(request: pytest.FixtureRequest) -> N
 
 
 def test_nothing_of_this_machine_is_in_the_files() -> None:
-    """No path of somebody's home in what we publish."""
+    """No published file contains a path of a home folder."""
     homes = {str(Path.home()), str(ROOT)} - {"/"}
     folders = [ROOT / name for name in ("unisono", "tests", "benchmarks", "docs", ".ci")]
     paths = [*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))]

@@ -1,6 +1,6 @@
 """The staircase: a file imports from a lower step or from its own room, and nothing else.
 
-An import inside a function or under TYPE_CHECKING counts as well: it says who knows whom. So does a name taken from the
+An import inside a function or under TYPE_CHECKING counts as well: it is a dependency, too. So does a name taken from the
 door (`unisono.Run`), which stands for the file that the name comes from.
 """
 
@@ -45,17 +45,17 @@ WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 
 
 def room_of(module: str) -> str:
-    """unisono.plan.batch_order -> plan; the door itself is ''."""
+    """Return the package of a module: unisono.plan.batch_order -> plan, unisono -> an empty string."""
     return module.split(".")[1] if "." in module else ""
 
 
 def behind(name: str) -> str:
-    """The module that `unisono.name` comes from; what every module has (__version__, __file__) is the door's own."""
+    """Return the module that `unisono.name` comes from; attributes like __file__ are those of unisono itself."""
     return "unisono" if name.startswith("__") else _EXPORTS.get(name, f"unisono.{name}")
 
 
 def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import in a file, wherever it stands; names of the door as the module they come from."""
+    """Yield (line, module) of every import in a file; names of unisono count as the module that they come from."""
     doors = set()
     for node in ast.walk(source):
         if isinstance(node, ast.Import):
@@ -80,7 +80,7 @@ def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def breaches(room: str, source: ast.Module) -> list[str]:
-    """What a file of this room may not import."""
+    """Return the imports that a file of this package may not have."""
     found = []
     for line, module in imports(source):
         if module.split(".")[0] == "torch" and room in WITHOUT_TORCH:
@@ -94,7 +94,7 @@ def breaches(room: str, source: ast.Module) -> list[str]:
 
 
 def around_the_exports(source: ast.Module) -> list[str]:
-    """What a recipe imports of us besides the public names and its own room: it could not be copied then."""
+    """Return the imports of a recipe besides public names and its own package; with them it could not be copied."""
     return [
         f"line {node.lineno}: {name}"
         for node in ast.walk(source)
@@ -119,7 +119,7 @@ def test_every_file_stands_on_a_step() -> None:
 def test_imports_go_down(path: Path) -> None:
     room = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
     if room == "__init__":
-        return  # the door: it knows everybody's names, and loads them when they are used
+        return  # unisono/__init__.py has the names of all packages, and loads them on first use
     if room == "recipes":
         assert not around_the_exports(tree(path))
     else:

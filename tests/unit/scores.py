@@ -1,4 +1,4 @@
-"""What the tests of the score draw from."""
+"""Strategies of hypothesis for tests of the batch order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: one way in, every value with its source, every problem at once."""
+"""Loading of settings: the source of every value, and all problems reported together."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_default_of_another_type_than_its_annotation_is_refused() -> None:
     assert [p.asked.split()[5] for p in problems] == ["depth", "hook"]
 
 
-def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
+def test_a_class_without_the_dataclass_decorator_is_refused() -> None:
     class Forgot(unisono.Settings):
         batch: int = 64
 
@@ -196,7 +196,7 @@ def test_a_class_that_forgot_to_be_a_dataclass_is_told() -> None:
     assert problem.do == "Write @dataclass(frozen=True, kw_only=True) above class Forgot."
 
 
-def test_a_field_without_a_type_is_told_and_not_lost() -> None:
+def test_a_field_without_a_type_is_refused() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Wide(Model):
         width = 16
@@ -218,7 +218,7 @@ def test_a_field_without_a_type_is_told_and_not_lost() -> None:
     assert problem.do == "Write width: int = 16 there."
 
 
-def test_another_type_lets_no_setting_of_every_run_be_what_it_cannot_be() -> None:
+def test_a_wider_type_does_not_widen_the_range_of_a_common_setting() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Loose(unisono.Settings):
         precision: str = "bf16"  # type: ignore[assignment]
@@ -256,7 +256,7 @@ def test_a_narrower_type_is_the_scripts_to_choose() -> None:
     ]
 
 
-def test_what_the_class_itself_refuses_is_a_wrong_request() -> None:
+def test_an_error_of_the_settings_class_is_a_wrong_request() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Even(unisono.Settings):
         def __post_init__(self) -> None:
@@ -276,7 +276,7 @@ def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     ]
 
 
-def test_mathematics_is_what_the_result_depends_on() -> None:
+def test_mathematics_contains_the_settings_that_affect_the_result() -> None:
     values = result_settings(load(Settings, sets=["data=/x", "steps=3"]).settings)
     assert not {"steps", "epochs", "checkpoint.every", "loader.workers", "note"} & set(values)
     assert values["data"] == "/x"
@@ -314,7 +314,7 @@ def test_explain_gives_each_value_a_line_with_its_source() -> None:
     assert ["clip", "=", '"none"', "#", "default"] in lines
 
 
-def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:
+def test_requested_steps_replace_the_epochs_of_the_script() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Own(Settings):
         epochs: int | None = 5
@@ -322,5 +322,5 @@ def test_who_asks_for_steps_takes_back_the_scripts_epochs() -> None:
     assert (load(Own).settings.steps, load(Own).settings.epochs) == (None, 5)
     settings = load(Own, sets=["steps=3"]).settings
     assert (settings.steps, settings.epochs) == (3, None)
-    both = load(Own, sets=["steps=3", "epochs=2"]).settings  # check says that this cannot be
+    both = load(Own, sets=["steps=3", "epochs=2"]).settings  # check refuses this
     assert (both.steps, both.epochs) == (3, 2)

@@ -51,11 +51,11 @@ def _value(name: str, text: str) -> Any:
     return words[text] if text in words else (float(text) if text.strip("-.").replace(".", "").isdigit() else text)
 
 
-def test_settings_as_they_are_run_into_nothing() -> None:
+def test_default_settings_have_no_conflict() -> None:
     assert list(conflicts_among({**DEFAULTS, "steps": 1})) == []
 
 
-def test_a_setting_without_a_value_runs_into_nothing() -> None:
+def test_a_setting_without_a_value_has_no_conflict() -> None:
     assert list(conflicts_among({})) == []
     assert list(conflicts_among({"parallel.tensor": 2, "audit_every": 3})) != []
 

@@ -69,7 +69,7 @@ def test_invalid_torchrun_variables_are_refused(
     assert "torchrun" in caught.value.problems[0].do
 
 
-def test_the_world_of_our_launcher_has_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_unisono_run_have_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     mine = World(rank=2, size=3, launcher="unisono", store="file:///somewhere")
     environment.assign(mine)
@@ -222,7 +222,7 @@ def test_srun_with_pmi_is_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert World.current().launcher == "srun"
 
 
-def test_one_process_of_mpirun_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_of_mpirun_is_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, {**OMPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"})
     assert (World.current().size, World.current().launcher) == (1, "python")
 

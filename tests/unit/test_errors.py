@@ -43,7 +43,7 @@ def test_a_message_has_three_parts() -> None:
     assert str(error) == "The training set was asked for a sample.\n  It has length 0.\n  Next: check the path."
 
 
-def test_several_problems_are_told_at_once() -> None:
+def test_several_problems_are_reported_together() -> None:
     one, two = Problem("a", "b", "c"), Problem("d", "e", "f")
     error = SettingsError.of([one, two])
     assert isinstance(error, SettingsError)
@@ -52,7 +52,7 @@ def test_several_problems_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_every_error_is_ours_and_only_a_wrong_request_exits_with_2(kind: type[UnisonoError]) -> None:
+def test_every_error_is_a_unisono_error_and_only_wrong_requests_exit_with_2(kind: type[UnisonoError]) -> None:
     assert issubclass(kind, UnisonoError)
     assert kind("a", "b", "c").exit_status == (2 if kind is SettingsError else 1)
     with pytest.raises(UnisonoError):

@@ -72,7 +72,7 @@ class Pairs(nn.Module):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["TinyGPT", "Skips", "Overwriting", "Pairs"])
 def test_unusual_models_are_timed_and_do_not_change(name: str, precision: str) -> None:
-    """A lookup, tied, frozen and unused weights, a layer that is called twice, in-place operators, tuples."""
+    """Cover lookups, tied, frozen and unused weights, layers that are called twice, in-place operators and tuples."""
     models: dict[str, Any] = {"TinyGPT": TinyGPT, "Skips": Skips, "Overwriting": Overwriting, "Pairs": Pairs}
     model = models[name]()
     x = torch.randint(0, 23, (3, 9)) if name == "TinyGPT" else torch.randn(2, 5, 4 if name == "Skips" else 3)

@@ -1,4 +1,4 @@
-"""The ledger: every step counts once, and no gradient is later than the bound, whoever is slow, dies, stands still."""
+"""The ledger of steps: each step is used once and within the staleness bound, with slow, dead and hung workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.param_server.ledger import LEAST_SECONDS, Ledger
 
 
 def play(steps: int, workers: int, bound: int | None, seed: int, deaths: float) -> tuple[list[int], Ledger]:
-    """A run in which anything may happen at any time: the numbers of the steps that were used, and the ledger."""
+    """Simulate a run with random events; return the numbers of the steps that were used, and the ledger."""
     dice, ledger, used = random.Random(seed), Ledger(0, steps, bound), []
     alive, now = set(range(workers)), 0.0
     computing: dict[int, int] = {}
@@ -24,7 +24,7 @@ def play(steps: int, workers: int, bound: int | None, seed: int, deaths: float) 
             if number is not None:
                 computing[worker] = number
         worker = dice.choice(sorted(computing) or [0])
-        if worker in computing and dice.random() < 0.7 / (1 + worker):  # each slower than the one before
+        if worker in computing and dice.random() < 0.7 / (1 + worker):  # each worker is slower than the one before
             ledger.arrive(worker, computing.pop(worker), now)
         elif worker in computing and len(alive) > 1 and dice.random() < deaths:
             alive.remove(worker)
@@ -46,8 +46,8 @@ def play(steps: int, workers: int, bound: int | None, seed: int, deaths: float) 
         if bound is None or bound >= workers - 1
     ],
 )
-def test_every_step_is_used_once_and_none_too_late(workers: int, bound: int | None) -> None:
-    """With a lower bound some would always wait: it is refused."""
+def test_every_step_is_used_once_within_the_staleness_bound(workers: int, bound: int | None) -> None:
+    """A lower bound, with which some workers would always wait, is refused."""
     for seed in range(20):
         used, ledger = play(40, workers, bound, seed, deaths=0.05 * (seed % 2))
         assert sorted(used) == list(range(40))
@@ -60,11 +60,11 @@ def test_one_worker_is_never_late_and_in_order() -> None:
     assert (used, ledger.late) == (list(range(20)), 0)
 
 
-def test_the_oldest_is_waited_for_where_a_newer_one_would_make_it_too_late() -> None:
+def test_the_oldest_step_is_waited_for_at_the_staleness_bound() -> None:
     ledger = Ledger(0, 10, 1)
     assert [ledger.hand(w, 0.0) for w in (1, 2)] == [0, 1]
     ledger.arrive(1, 0, 1.0)
-    assert ledger.turn() == 1  # the other one is then late by one
+    assert ledger.turn() == 1  # step 1 is then late by one
     ledger.use(1)
     ledger.hand(1, 1.0)
     ledger.arrive(1, 2, 2.0)
@@ -75,7 +75,7 @@ def test_the_oldest_is_waited_for_where_a_newer_one_would_make_it_too_late() -> 
     assert ledger.turn() == 1
 
 
-def test_who_holds_up_the_others_is_overtaken_and_its_gradient_dropped() -> None:
+def test_a_worker_that_delays_the_others_is_overtaken_and_its_gradient_dropped() -> None:
     ledger = Ledger(0, 10, 1)
     ledger.hand(1, 0.0), ledger.hand(2, 0.0)
     ledger.arrive(1, 0, 0.1)
@@ -91,7 +91,7 @@ def test_who_holds_up_the_others_is_overtaken_and_its_gradient_dropped() -> None
     assert (ledger.again, ledger.dropped) == (1, 1)
 
 
-def test_a_gradient_that_is_here_counts_though_its_worker_died() -> None:
+def test_a_received_gradient_counts_after_the_death_of_its_worker() -> None:
     ledger = Ledger(0, 10, None)
     ledger.hand(1, 0.0)
     ledger.arrive(1, 0, 0.1)
@@ -113,7 +113,7 @@ def test_a_checkpoint_knows_which_steps_are_done() -> None:
     assert [again.hand(worker, 0.0) for worker in (1, 2, 3)] == [1, 3, 4]
 
 
-def test_what_was_carried_through_other_steps_means_nothing() -> None:
+def test_a_state_of_an_earlier_step_is_ignored() -> None:
     again = Ledger(5, 10, None)
     again.load_state_dict({"updates": 2, "begin": 1, "done": [2]})
     assert again.hand(1, 0.0) == 5

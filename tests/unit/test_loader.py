@@ -87,7 +87,7 @@ BATCHES: dict[str, list[Any]] = {
     "channels last": [(X.permute(2, 0, 1)[0],), (X.permute(2, 0, 1)[1],)],
     "numbers and words": [(X[0], 3, 0.5, "a", True), (X[1], 4, 1.5, "b", False)],
     "arrays": [(np.ones(2), np.float32(1)), (np.zeros(2), np.float32(2))],
-    "what lies in it": [((1, X[0]), [2, 3], {"a": X[1]}, Pair(1, 2)), ((4, X[1]), [5, 6], {"a": X[2]}, Pair(3, 4))],
+    "nested tensors": [((1, X[0]), [2, 3], {"a": X[1]}, Pair(1, 2)), ((4, X[1]), [5, 6], {"a": X[2]}, Pair(3, 4))],
     "nothing": [(), ()],
     "one tensor": [X[0], X[1]],
     "mappings": [{"a": 1}, {"a": 2}],

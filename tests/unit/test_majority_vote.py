@@ -1,4 +1,4 @@
-"""Who is wrong, when the same came out differently."""
+"""The majority vote on results that should be equal: the value of the majority and the ranks that differ."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from unisono.train.diagnostics.majority_vote import vote
         ([(0, "a"), (0, "b"), (1, "c"), (2, "d")], None, (0,)),
     ],
 )
-def test_who_is_wrong(opinions: list[tuple[int, str]], right: str | None, wrong: tuple[int, ...]) -> None:
+def test_ranks_that_differ_from_the_majority_are_named(
+    opinions: list[tuple[int, str]], right: str | None, wrong: tuple[int, ...]
+) -> None:
     assert vote(opinions) == (False, right, wrong)
 
 
-def test_all_agree() -> None:
+def test_equal_results_agree() -> None:
     assert vote([(0, 7), (1, 7), (0, 7)]) == (True, 7, ())
     assert vote([(3, "alone")]) == (True, "alone", ())

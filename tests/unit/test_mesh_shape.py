@@ -1,4 +1,4 @@
-"""The mesh: every process stands somewhere, lines cover everybody, and sizes are filled in or refused."""
+"""The mesh: coordinates of processes, groups along its axes, and sizes that are filled in or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ small = st.integers(1, 6)
 
 
 @given(small, small)
-def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
+def test_every_rank_has_its_own_coordinates(replicate: int, shard: int) -> None:
     axes = MeshShape(replicate=replicate, shard=shard, tensor=2)
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.size)]
     assert len(set(places)) == axes.size == 2 * replicate * shard
@@ -25,7 +25,7 @@ def test_every_rank_has_a_place_of_its_own(replicate: int, shard: int) -> None:
 
 
 @given(small, small, st.sampled_from([("replicate",), ("shard",), ("replicate", "shard")]))
-def test_the_lines_of_an_axis_cover_everybody_once(replicate: int, shard: int, names: tuple[str, ...]) -> None:
+def test_the_groups_of_an_axis_cover_every_rank_once(replicate: int, shard: int, names: tuple[str, ...]) -> None:
     axes = MeshShape(replicate=replicate, shard=shard, tensor=2)
     lines = axes.lines(*names)
     assert sorted(rank for line in lines for rank in line) == list(range(axes.size))
@@ -36,7 +36,7 @@ def test_the_lines_of_an_axis_cover_everybody_once(replicate: int, shard: int, n
 
 
 @given(st.integers(1, 64), small)
-def test_what_is_left_is_filled_in(processes: int, shard: int) -> None:
+def test_a_missing_size_is_filled_in(processes: int, shard: int) -> None:
     axes = fill({"replicate": FILL, "shard": shard}, processes)
     assert (axes is None) == bool(processes % shard)
     assert axes is None or axes.size == processes
@@ -111,7 +111,7 @@ LINE = CommandLine(("unisono", "run", "text", "--ranks", "4"))
         ),
     ],
 )
-def test_a_mesh_that_does_not_fit_is_refused_with_what_would(
+def test_a_mesh_that_does_not_fit_is_refused_with_a_valid_one(
     parallel: dict[str, Any], error: str, true: str, do: str
 ) -> None:
     ranks = parallel.pop("virtual_ranks", 8)

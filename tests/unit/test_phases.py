@@ -1,4 +1,4 @@
-"""phases: one phase at a time, and whoever watches is told of every change."""
+"""Phases: one phase at a time, and observers are called at every change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.phases import enter, observe, phase, unobserve
 
 @pytest.fixture
 def changes() -> Iterator[list[tuple[str, str]]]:
-    """Every change of phase during the test, from "other" on."""
+    """Yield a list of every change of phase during the test, which starts in "other"."""
     enter("other")
     seen: list[tuple[str, str]] = []
 
@@ -63,7 +63,7 @@ def test_each_change_begins_where_the_one_before_ended(changes: list[tuple[str, 
     assert all(before[1] == after[0] for before, after in pairwise(changes))
 
 
-def test_observers_are_told_in_order_and_forgotten_when_they_leave() -> None:
+def test_observers_are_called_in_order_until_they_unsubscribe() -> None:
     said: list[str] = []
 
     def first(left: str, entered: str) -> None:
@@ -81,12 +81,12 @@ def test_observers_are_told_in_order_and_forgotten_when_they_leave() -> None:
     finally:
         unobserve(first)
         unobserve(second)
-        unobserve(second)  # who is not there is ignored
+        unobserve(second)  # an unknown observer is ignored
     enter("other")
     assert said == ["first data", "second data", "second forward"]
 
 
-def test_an_observer_may_leave_while_it_is_called() -> None:
+def test_an_observer_may_unsubscribe_while_it_is_called() -> None:
     said: list[str] = []
 
     def once(left: str, entered: str) -> None:

@@ -337,7 +337,7 @@ def test_environment_variables_are_ignored(clock: FakeClock, monkeypatch: pytest
 
 def test_the_width_of_a_stream_that_is_no_terminal() -> None:
     assert terminal_width(io.StringIO()) == 80
-    assert terminal_width(io.StringIO(), known=132) == 132  # what the launcher told us
+    assert terminal_width(io.StringIO(), known=132) == 132  # the width from the launcher
 
 
 def test_the_line_makes_way_for_other_output(terminal: Terminal, clock: FakeClock) -> None:

@@ -12,7 +12,9 @@ KINDS = st.lists(st.tuples(st.integers(-1, 4), st.integers(0, 3)), min_size=1, m
 
 
 @given(KINDS, st.integers(1, 5))
-def test_each_has_one_owner_and_missing_ones_are_divided_evenly(kinds: list[tuple[int, int]], size: int) -> None:
+def test_each_virtual_rank_has_one_owner_and_lost_ones_are_divided_evenly(
+    kinds: list[tuple[int, int]], size: int
+) -> None:
     held = [[v for v, (of, _) in enumerate(kinds) if of == rank] for rank in range(size)]
     pieces = {v: count for v, (_, count) in enumerate(kinds)}
     dealt = assign_missing(pieces, held)

@@ -41,7 +41,7 @@ Expression = Any  # a leaf's number, or a pair of expressions: brackets written 
 
 
 def brackets(leaves: int) -> Expression:
-    """The tree over `leaves`, by its definition: halves, down to single leaves."""
+    """Return the tree over `leaves` by its definition: halves, down to single leaves."""
 
     def at(lo: int, hi: int) -> Expression:
         return lo if hi - lo == 1 else (at(lo, (lo + hi) // 2), at((lo + hi) // 2, hi))
@@ -159,7 +159,7 @@ def test_a_folded_span_is_added_in_tree_order(leaves: int, data: st.DataObject) 
 @given(virtual_ranks, st.randoms(use_true_random=False))
 def test_partial_sums_fold_like_their_leaves(leaves: int, chance: random.Random) -> None:
     def ready(node: Node) -> list[Node]:
-        """A random cut through the tree below `node`."""
+        """Return a random cut through the tree below `node`."""
         if node.hi - node.lo == 1 or chance.random() < 0.3:
             return [node]
         left, right = node.children
@@ -224,7 +224,7 @@ def test_an_even_assignment_gives_the_sum_of_the_tree(leaves: int, size: int) ->
     spans = assign_evenly(leaves, size)
     assert covers(spans, leaves, size)
     widths = [hi - lo for lo, hi in spans]
-    assert max(widths) == ceil(leaves / size)  # nobody works longer than the evenest cut asks for
+    assert max(widths) == ceil(leaves / size)  # no process has more leaves than in the most even division
     assert carry_out(Plan(leaves, spans), lambda leaf: leaf, pair) == brackets(leaves)
 
 

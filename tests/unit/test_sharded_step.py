@@ -65,7 +65,7 @@ def cases(*, full: bool) -> Iterator[Case]:
 
 
 def broken(case: Case, dtype: torch.dtype) -> bool:
-    """What step.update refuses: torch's kernel does not step these."""
+    """Return whether step.update refuses a case because the kernel of torch does not support it."""
     return case[0] == "SGD" and "fused" in case[1] and dtype.itemsize == 2
 
 
@@ -75,7 +75,7 @@ def part(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def trained(case: Case, dtype: torch.dtype, place: Callable[[torch.Tensor], Any], shapes: Any) -> tuple[Any, ...]:
-    """Parameters and state after three steps, in the second of which the first parameter has no gradient."""
+    """Return parameters and state after three steps; in the second, the first parameter has no gradient."""
     g = torch.Generator().manual_seed(3)
 
     def drawn(shape: Any) -> Any:
@@ -110,7 +110,7 @@ def expected(value: Any, rank: int, size: int) -> Any:
 def differing(
     size: int, dtypes: Any, *, full: bool = False, shapes: Any = SHAPES, names: Any = None, threads: int = 1
 ) -> list[Any]:
-    """What is not, on some rank of so many, what it is in one process."""
+    """Return the (rank, case, dtype) whose bits differ from those of one process."""
     selected = [
         (c, d) for c in cases(full=full) for d in dtypes if not broken(c, d) and (names is None or c[0] in names)
     ]
@@ -143,7 +143,7 @@ def _placed(mesh: DeviceMesh, rank: int, size: int) -> Callable[[torch.Tensor], 
     return place
 
 
-def test_every_optimizer_that_goes_by_elements_has_the_bits_of_one_process() -> None:
+def test_every_elementwise_optimizer_has_the_bits_of_one_process() -> None:
     assert differing(3, [torch.float32, torch.bfloat16]) == []
 
 
@@ -152,7 +152,7 @@ def test_threads_divide_a_shard_as_they_divide_the_whole() -> None:
     assert differing(2, [torch.float32, torch.bfloat16], **few) == []
 
 
-def test_without_blocks_of_the_whole_other_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_block_alignment_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_step, "depends_on_position", lambda p, group: False)
     found = differing(3, [torch.float32, torch.bfloat16], names=["SGD", "Adadelta"])
     assert {dtype for _, case, dtype in found if "fused" in case[1]} == {torch.float32}
@@ -160,13 +160,13 @@ def test_without_blocks_of_the_whole_other_bits_are_found(monkeypatch: pytest.Mo
 
 
 class Mixed(torch.optim.SGD):
-    """Steps DTensors of one mesh beside plain tensors, and not on local shards."""
+    """Step DTensors and plain tensors together, which cannot run on local shards."""
 
     by_element = True
 
 
 def test_an_optimizer_of_several_meshes_keeps_its_options() -> None:
-    """They are part of a checkpoint, and the same on any placement."""
+    """Checkpoints contain the options, so they must not depend on the placement."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))

@@ -1,4 +1,4 @@
-"""The lines at a run's start."""
+"""Messages at the start of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.cli.start.start_message import about_small_shares
         (64, 8, 1, ""),
     ],
 )
-def test_a_small_share_of_each_virtual_rank_is_said_with_the_setting(
+def test_a_small_share_per_virtual_rank_is_reported_with_the_setting(
     batch: int, virtual_ranks: int, processes: int, ending: str
 ) -> None:
     line = about_small_shares(batch, virtual_ranks, processes)

@@ -21,7 +21,7 @@ def plain(seconds: list[float]) -> float:
     return max(8 * s for s in seconds)
 
 
-def test_it_is_tried_where_processes_wait_and_kept_if_it_saves_time() -> None:
+def test_work_stealing_is_tried_if_processes_wait_and_kept_if_it_saves_time() -> None:
     mode, chance = StealingGain(), random.Random(1)
     modes = []
     for _ in range(200):
@@ -31,7 +31,7 @@ def test_it_is_tried_where_processes_wait_and_kept_if_it_saves_time() -> None:
     assert all(modes[2 * WINDOW :])
 
 
-def test_without_a_gain_it_is_tried_less_and_less_often() -> None:
+def test_work_stealing_without_a_gain_is_tried_less_and_less_often() -> None:
     mode, chance = StealingGain(), random.Random(2)
     modes = []
     for _ in range(20000):
@@ -42,14 +42,14 @@ def test_without_a_gain_it_is_tried_less_and_less_often() -> None:
     assert begun[-1] - begun[-2] > begun[1] - begun[0]
 
 
-def test_it_is_not_tried_if_no_process_is_slow() -> None:
+def test_work_stealing_is_not_tried_if_no_process_is_slow() -> None:
     mode, chance = StealingGain(), random.Random(3)
     for _ in range(1000):
         seconds = [chance.uniform(0.95, 1.05) for _ in range(4)]
         assert not mode.record(SPANS, seconds, plain(seconds))
 
 
-def test_it_ends_when_no_process_is_slow_any_more() -> None:
+def test_work_stealing_ends_when_no_process_is_slow_any_more() -> None:
     mode, chance = StealingGain(), random.Random(4)
     for _ in range(100):
         seconds = jittery(chance)

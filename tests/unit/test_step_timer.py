@@ -1,4 +1,4 @@
-"""How long a pass takes on a device that works behind its process. The device's moments are told by hand."""
+"""The time of a pass on an asynchronous device; the test sets the clocks of process and device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unisono.train.balance.step_timer import StepTimer
 
 
 class Clock:
-    """What there is of time, in seconds, on the process and on its device."""
+    """The times of the process and of its device, in seconds."""
 
     process = device = 0.0
 
 
 class Event:
-    """A mark in what the device is to do: `at` is when it comes to it."""
+    """An event in the queue of the device, which reaches it at time `at`."""
 
     waited_for: list[float] = []
 
@@ -39,7 +39,7 @@ class Event:
 
 
 @pytest.fixture(autouse=True)
-def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock.process = Clock.device = 0.0
     Event.waited_for = []
     monkeypatch.setattr("unisono.train.balance.step_timer.time.perf_counter", lambda: Clock.process)
@@ -48,7 +48,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def passes(pace: StepTimer, count: int, *, orders: float, work: float, keep_up: bool = False) -> None:
-    """A pass of so many micro-batches, each `orders` seconds of the process and `work` of the device."""
+    """Run `count` micro-batches that take `orders` seconds on the process and `work` on the device."""
     pace.begin()
     for _ in range(count):
         Clock.process += orders
@@ -59,14 +59,14 @@ def passes(pace: StepTimer, count: int, *, orders: float, work: float, keep_up: 
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_nothing_done_takes_no_time(kind: str) -> None:
+def test_a_pass_without_micro_batches_takes_no_time(kind: str) -> None:
     pace = StepTimer(torch.device(kind))
     assert pace.seconds() == 0.0
     pace.begin()
     assert pace.seconds() == 0.0
 
 
-def test_the_processor_is_done_when_its_process_is() -> None:
+def test_the_cpu_ends_with_its_process() -> None:
     pace = StepTimer(torch.device("cpu"))
     passes(pace, 3, orders=1.0, work=0.0)
     Clock.process += 5.0  # what comes after it
@@ -97,7 +97,7 @@ def test_waiting_for_others_is_no_work() -> None:
         assert pace.seconds() == pytest.approx(1.0)
 
 
-def test_who_keeps_up_is_one_micro_batch_ahead_of_the_device() -> None:
+def test_keep_up_limits_the_process_to_one_micro_batch_ahead() -> None:
     pace: Any = StepTimer(torch.device("cuda"))
     passes(pace, 1, orders=0.1, work=2.0, keep_up=True)
     assert Clock.process == pytest.approx(0.1)

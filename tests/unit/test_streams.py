@@ -215,7 +215,7 @@ def test_a_micro_batch_of_damaged_samples_only(tmp_path: Path) -> None:
         stream.__getitems__([2, 3])
 
 
-def test_what_map_raises_is_the_users(tmp_path: Path) -> None:
+def test_an_error_of_map_is_raised_unchanged(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("1\n0\n2\n")
     stream = Stream.json_lines(tmp_path / "x.jsonl", map=lambda x: 1 / x)
     with pytest.raises(ZeroDivisionError) as caught:
@@ -226,7 +226,7 @@ def test_what_map_raises_is_the_users(tmp_path: Path) -> None:
     assert stream.__getitems__([0, 1, 2]) == [1.0, 0.5]
 
 
-# -- what is read
+# -- reads
 
 
 class CountedShards:

@@ -36,11 +36,11 @@ def test_tensors_of_any_kind_arrive_as_they_were() -> None:
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ]
     one.send({"push": 3, "sums": {"loss": [float("inf"), 0.1]}}, sent)
-    about, came = other.receive()
+    about, received = other.receive()
     assert about == {"push": 3, "sums": {"loss": [float("inf"), 0.1]}}
-    assert [tensor.dtype for tensor in came] == [tensor.dtype for tensor in sent]
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(came, sent, strict=True) if a.dim())
-    assert came[2].isnan()
+    assert [tensor.dtype for tensor in received] == [tensor.dtype for tensor in sent]
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(received, sent, strict=True) if a.dim())
+    assert received[2].isnan()
     one.close()
     other.close()
 
@@ -50,14 +50,14 @@ def test_large_tensors_arrive_while_others_are_read() -> None:
     big = torch.arange(3_000_000, dtype=torch.float32)
     thread = threading.Thread(target=lambda: one.send({}, [big]))
     thread.start()
-    ((came,),) = [other.receive()[1]]
+    ((received,),) = [other.receive()[1]]
     thread.join()
-    assert torch.equal(came, big)
+    assert torch.equal(received, big)
     one.close()
     other.close()
 
 
-def test_who_is_gone_is_heard_of() -> None:
+def test_a_closed_link_is_noticed() -> None:
     one, other = pair()
     assert not one.has_word()
     other.close()
@@ -67,8 +67,8 @@ def test_who_is_gone_is_heard_of() -> None:
     one.close()
 
 
-def test_a_word_is_not_waited_with() -> None:
-    """Who stands still takes nothing out of a line that is full."""
+def test_a_notice_never_blocks() -> None:
+    """A peer that hangs does not read from a full socket buffer."""
     one, other = pair()
     for _ in range(2000):
         one.tell({"over": "x" * 10_000})
@@ -76,43 +76,43 @@ def test_a_word_is_not_waited_with() -> None:
     other.close()
 
 
-def test_a_hub_answers_in_turn_and_tells_who_is_gone() -> None:
+def test_worker_connections_answer_in_order_and_report_lost_workers() -> None:
     here, there = pair()
-    hub = WorkerConnections({1: here})
+    connections = WorkerConnections({1: here})
     there.send({"hello": True}, [torch.ones(2)])
-    letter = hub.receive(10.0)
-    assert letter is not None
-    assert (letter.worker, letter.about) == (1, {"hello": True})
-    hub.answer(Message(1, {"step": 3}, [torch.zeros(1)]))
+    message = connections.receive(10.0)
+    assert message is not None
+    assert (message.worker, message.about) == (1, {"hello": True})
+    connections.answer(Message(1, {"step": 3}, [torch.zeros(1)]))
     assert there.receive()[0] == {"step": 3}
     there.close()
-    assert hub.receive(10.0) == Message(1, {})
-    hub.notify()
-    assert hub.receive(10.0) is None
-    assert hub.receive(0.01) is None
-    hub.close()
+    assert connections.receive(10.0) == Message(1, {})
+    connections.notify()
+    assert connections.receive(10.0) is None
+    assert connections.receive(0.01) is None
+    connections.close()
 
 
-def test_a_hub_that_ends_tells_who_computes_and_who_waits() -> None:
+def test_finish_notifies_computing_and_waiting_workers() -> None:
     ends = [pair(), pair()]
-    hub = WorkerConnections({rank: here for rank, (here, _) in enumerate(ends)})
+    connections = WorkerConnections({rank: here for rank, (here, _) in enumerate(ends)})
     ends[0][1].send({"hello": True})
-    assert hub.receive(10.0) is not None
-    hub.finish()
+    assert connections.receive(10.0) is not None
+    connections.finish()
     assert [there.receive()[0] for _, there in ends] == [{"over": True}] * 2
     for _, there in ends:
         there.close()
-    hub.close()
+    connections.close()
 
 
 def meet(world: World) -> list[int]:
-    """Everybody says its rank over every link it has."""
+    """Send the rank over every link, and check the ranks received."""
     with join(world) as group:
         links = build_links(group, 2)
         for link in links.values():
             link.send({"rank": group.rank})
-        said = [link.receive()[0]["rank"] for link in links.values()]
-        assert said == list(links)
+        ranks = [link.receive()[0]["rank"] for link in links.values()]
+        assert ranks == list(links)
         for link in links.values():
             link.close()
         return list(links)

@@ -67,7 +67,7 @@ def test_lines_are_written_within_two_seconds(path: Path) -> None:
     line.step(2, {})
     assert len(list(timeline.read(path))) == 3
     line.step(3, {})
-    hands.at -= 3600  # somebody set the wall clock back
+    hands.at -= 3600  # the wall clock is set back
     line.step(4, {})
     assert len(list(timeline.read(path))) == 5
     line.step(5, {})

@@ -1,4 +1,4 @@
-"""Requests as a whole: several sources, several problems, and the line to type instead."""
+"""Checks of whole requests: several sources of settings, several problems, and a corrected command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.config.validate import check, examine
 from unisono.errors import Problem
 
 
-def test_check_finds_nothing_wrong_with_what_is_right() -> None:
+def test_check_accepts_valid_settings() -> None:
     assert check(load(Settings, sets=["steps=1"]).settings, 8, CommandLine()) == []
     assert check(load(Settings, sets=["epochs=2"]).settings, 1, CommandLine()) == []
 
@@ -75,12 +75,12 @@ def test_check_finds_nothing_wrong_with_what_is_right() -> None:
         ({"steps": "3"}, "steps takes a whole number or none.", "--set steps=1"),
     ],
 )
-def test_check_says_what_is_true_and_what_to_type(changes: dict[str, Any], true: str, do: str) -> None:
+def test_check_reports_facts_and_a_command(changes: dict[str, Any], true: str, do: str) -> None:
     (problem,) = check(Settings(**changes), 1, CommandLine())
     assert (problem.true, problem.do) == (true, do)
 
 
-def test_more_processes_than_virtual_ranks_are_refused_with_the_line_to_type() -> None:
+def test_more_processes_than_virtual_ranks_are_refused_with_a_command() -> None:
     assert check(Settings(steps=1), 9, CommandLine(("unisono", "run", "text"))) == [
         Problem(
             "9 processes are more than virtual_ranks.",
@@ -92,13 +92,13 @@ def test_more_processes_than_virtual_ranks_are_refused_with_the_line_to_type() -
     assert problem.do.endswith("--set virtual_ranks=9 --set batch=9")
 
 
-def test_check_tells_several_problems_at_once() -> None:
+def test_check_reports_several_problems_together() -> None:
     wrong = Settings(batch=3, steps=1, epochs=2, clip=-1.0, micro_batch=0, threads=0)
     assert len(check(wrong, 9, CommandLine())) == 6
 
 
 @pytest.mark.parametrize(("before", "now"), [("steps=24", "epochs=3"), ("epochs=3", "steps=24")])
-def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path, before: str, now: str) -> None:
+def test_the_later_of_steps_and_epochs_takes_precedence(tmp_path: Path, before: str, now: str) -> None:
     @dataclass(frozen=True, kw_only=True)
     class Own(unisono.Settings):
         steps: int | None = 7
@@ -117,13 +117,13 @@ def test_whichever_of_steps_and_epochs_is_asked_for_later_counts(tmp_path: Path,
         values = flatten(loaded.settings)
         assert f"{name}={values[name]}" == now
         assert [values["steps"], values["epochs"]].count(None) == 1
-    both = load(Own, sets=[before, now])  # at once they contradict each other
+    both = load(Own, sets=[before, now])  # given together, they conflict
     (problem,) = check(both.settings, 1, CommandLine(("python", "train.py", "--set", before, "--set", now)))
     assert problem.true == "Only one of them can say when the run ends."
     assert problem.do.startswith("python train.py --set ")
 
 
-def test_an_earlier_run_counts_more_than_the_script_and_less_than_what_is_asked_now(tmp_path: Path) -> None:
+def test_precedence_is_request_then_earlier_run_then_script(tmp_path: Path) -> None:
     ran, newer = tmp_path / "settings.toml", tmp_path / "newer.toml"
     ran.write_text(
         'batch = 48  # --set\nclip = "none"  # mine.toml\nname = "a b"  # --set\nlr = 0.1  # --set\n'
@@ -136,8 +136,8 @@ def test_an_earlier_run_counts_more_than_the_script_and_less_than_what_is_asked_
     assert load(Settings, earlier=ran, sets=["batch=32"]).settings.batch == 32
 
 
-def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
-    """Once given by --set, it is what the run goes on with."""
+def test_none_is_a_string_where_a_literal_contains_it(tmp_path: Path) -> None:
+    """A resumed run keeps the value that --set gave."""
     ran = tmp_path / "settings.toml"
     given = ["parallel.activation_checkpoint=none", "compress.kind=none", "micro_batch=none"]
     ran.write_text(provenance_lines(*load(unisono.Settings, sets=given)))
@@ -146,7 +146,7 @@ def test_none_is_a_choice_where_a_literal_has_it(tmp_path: Path) -> None:
     assert sources["parallel.activation_checkpoint"] == sources["micro_batch"] == "--set"
 
 
-def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_unreadable_settings_of_an_earlier_run_are_reported_with_other_problems(tmp_path: Path) -> None:
     ran = tmp_path / "settings.toml"
     ran.write_text("a = = 1")
     assert [p.asked for p in problems_of(Settings, earlier=ran, sets=["lr=x"])] == [
@@ -158,7 +158,7 @@ def test_an_earlier_run_that_cannot_be_read_is_told_with_the_rest(tmp_path: Path
     assert (problem.true, problem.do) == ("batch takes a whole number.", "--set batch=64")
 
 
-def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
+def test_invalid_values_do_not_hide_other_problems() -> None:
     line = CommandLine(
         ("unisono", "run", "train.py", "--ranks", "9", "--set", "lrr=1", "--set", "clip=x", "--set", "seed=-1")
     )
@@ -172,11 +172,11 @@ def test_what_is_not_understood_does_not_hide_what_else_is_wrong() -> None:
     ]
     assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
     assert problems[2].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
-    # what follows only from a value that was not understood is not told
+    # consequences of an invalid value are not reported
     assert len(examine(gather(Settings, sets=["steps=1", "batch=x", "virtual_ranks=65"]), 1).problems) == 1
 
 
-def test_a_line_is_said_again_with_something_else_in_it() -> None:
+def test_a_proposed_command_changes_only_the_named_arguments() -> None:
     line = CommandLine(("python", "a b.py", "--set", "lr=1", "--resume", "--accept-change", "x", "--", "--set", "lr=3"))
     assert str(line.setting("lr=2")) == "python 'a b.py' --set lr=2 --resume --accept-change x -- --set lr=3"
     assert str(line.setting("seed=2")).endswith("--accept-change x --set seed=2 -- --set lr=3")

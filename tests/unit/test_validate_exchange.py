@@ -1,4 +1,4 @@
-"""Which exchanges go with which placement, and which settings nobody would read."""
+"""Checks of exchanges: the placements that they support, and settings that would have no effect."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ LINE = CommandLine(("unisono", "run", "train.py"))
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_what_to_type(fields: dict[str, Any], words: str) -> None:
+def test_conflicting_settings_are_refused_with_a_command(fields: dict[str, Any], words: str) -> None:
     problems = check(Settings(steps=1, **fields), 4, LINE)
     messages = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
     assert any(re.search(words, line) for line in messages), messages
@@ -224,23 +224,23 @@ def test_more_workers_than_virtual_ranks_are_too_many() -> None:
         ("wide", "context"),
     ],
 )
-def test_what_adds_up_parts_goes_with_parts(exchange: Any, axis: str) -> None:
+def test_exchanges_that_add_parts_support_parallel_axes(exchange: Any, axis: str) -> None:
     sizes: dict[str, Any] = {axis: 2}
     assert check(Settings(steps=1, exchange=exchange, parallel=ParallelSettings(**sizes)), 4, LINE) == []
 
 
-def test_an_axis_that_is_refused_is_told_also_where_the_processes_do_not_fit() -> None:
+def test_a_refused_axis_is_reported_together_with_a_wrong_mesh() -> None:
     axis, mesh = check(Settings(steps=1, exchange="server", parallel=ParallelSettings(shard=2)), 3, LINE)
     assert mesh.asked == "3 processes cannot form the mesh."
     assert axis.asked == "exchange = server cannot be combined with parallel.shard = 2."
 
 
-def test_all_that_was_asked_and_does_not_fit_is_told_at_once() -> None:
+def test_all_conflicts_are_reported_together() -> None:
     fields: dict[str, Any] = {"local_sgd": LocalSGDSettings(sync_every=10, sites=3), "server": ServerSettings(count=2)}
     assert len(check(Settings(steps=1, **fields), 2, LINE)) == 3
 
 
-def test_nothing_travels_with_one_virtual_rank() -> None:
+def test_compression_needs_more_than_one_virtual_rank() -> None:
     settings = Settings(steps=1, virtual_ranks=1, compress=CompressSettings(kind="bf16"))
     (problem,) = check(settings, 1, LINE)
     assert problem.asked == "compress.kind = bf16 cannot be combined with virtual_ranks = 1."

@@ -1,4 +1,4 @@
-"""Ways of laying a model over devices: what does not go together, or is not here, is refused with what to type."""
+"""Checks of the settings of parallelism: conflicts and missing devices are refused with a command."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ LINE = CommandLine(("unisono", "run", "text"))
         ),
     ],
 )
-def test_what_does_not_go_together(parallel: dict[str, Any], error: str, do: str) -> None:
+def test_conflicting_settings_are_refused(parallel: dict[str, Any], error: str, do: str) -> None:
     processes = parallel.get("shard", 1) * parallel.get("pipeline", 1)
     (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), processes, LINE)
     assert problem.asked == error
     assert do in problem.do
 
 
-def test_two_kinds_of_half_precision() -> None:
+def test_two_half_precisions_conflict() -> None:
     config = Settings(steps=1, precision="fp16", parallel=ParallelSettings(param_dtype="bf16"))
     (problem,) = check(config, 1, LINE)
     assert problem.asked == "parallel.param_dtype = bf16 cannot be combined with precision = fp16."
     assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.do
 
 
-def test_what_does() -> None:
+def test_compatible_settings_are_accepted() -> None:
     assert check(Settings(steps=1, parallel=ParallelSettings(shard=2, replicate_shards=True)), 4, LINE) == []
     for parallel in (
         {"model_parallel_devices": 2},
@@ -127,14 +127,14 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
         ({"model_parallel_devices": 2, "devices": ["cpu", "gpu"]}, "torch has no device 'gpu'", "--ranks 2"),
     ],
 )
-def test_what_is_not_here(parallel: dict[str, Any], true: str, do: str) -> None:
+def test_missing_devices_are_refused(parallel: dict[str, Any], true: str, do: str) -> None:
     (problem,) = device_problems(ParallelSettings(**parallel), 1, LINE)
     assert true in problem.true
     assert do in problem.do.replace('\'parallel.devices=["cpu","cpu"]\'', 'parallel.devices=["cpu","cpu"]')
 
 
 @only_cpu
-def test_the_cpu_may_stand_for_several_devices() -> None:
+def test_the_cpu_may_be_named_as_several_devices() -> None:
     parallel = ParallelSettings(model_parallel_devices=2, devices=["cpu:0", "cpu:1"])
     assert device_problems(parallel, 3, LINE) == []
     assert devices_of(parallel, torch.device("cpu")) == [torch.device("cpu")] * 2
@@ -152,8 +152,8 @@ def test_threads_promise_less() -> None:
     assert promise_of_parallel(exchange, ParallelSettings(data_parallel_devices=2), MeshShape(), [])[0] == "tolerance"
 
 
-def test_a_copy_that_a_thread_computes_with_has_its_own_forward() -> None:
-    """A copy as DataParallel makes it takes over what was put in place of the model's forward, and the hooks."""
+def test_a_replica_in_a_thread_has_its_own_forward() -> None:
+    """A replica of DataParallel inherits a replaced forward method and the hooks of the model."""
     model = nn.Linear(3, 2)
     seen: list[str] = []
     model.register_forward_hook(lambda *_: seen.append("hook"))

@@ -12,7 +12,7 @@ from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThrea
 
 
 class Notice:
-    """Whether a peer was lost, as a test sets it."""
+    """A notice of lost peers that the test sets."""
 
     lost = False
 
@@ -21,7 +21,7 @@ class Notice:
 
 
 class Work:
-    """A gloo work that is done when the test says so. (A test cannot make gloo drop a message.)"""
+    """A gloo work that the test completes, since a test cannot make gloo drop a message."""
 
     def __init__(self, error: str = "") -> None:
         self.done, self.error = threading.Event(), error
