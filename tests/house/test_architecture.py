@@ -100,7 +100,7 @@ def test_no_cycle_of_imports_within_a_package() -> None:
 
 
 def test_no_cycle_of_imports_in_the_library() -> None:
-    """Neither packages nor modules have a cycle. The layers of test_stairs.py imply this; here it is checked directly."""
+    """Neither packages nor modules have a cycle. test_stairs.py implies this; here it is checked directly."""
     graph = {name: found for name, found in import_graph().items() if name.split(".")[1:2] not in [[c] for c in CYCLES]}
     assert cycle_in({name: found & set(graph) for name, found in graph.items()}) == []
 

@@ -1,7 +1,7 @@
 """The staircase: a file imports from a lower step or from its own room, and nothing else.
 
-An import inside a function or under TYPE_CHECKING counts as well: it is a dependency, too. So does a name taken from the
-door (`unisono.Run`), which stands for the file that the name comes from.
+An import inside a function or under TYPE_CHECKING counts as well, as it is a dependency. So does a name of the package
+`unisono` (`unisono.Run`), which counts as an import of the file that defines the name.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ ALL = [
 
 
 def test_a_message_has_three_parts() -> None:
-    error = DataError("The training set was asked for a sample.", "It has length 0.", "check the path.")
-    assert str(error) == "The training set was asked for a sample.\n  It has length 0.\n  Next: check the path."
+    error = DataError("Cannot read a sample of the training set.", "It has length 0.", "check the path.")
+    assert str(error) == "Cannot read a sample of the training set.\n  It has length 0.\n  Next: check the path."
 
 
 def test_several_problems_are_reported_together() -> None:
