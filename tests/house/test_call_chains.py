@@ -53,7 +53,7 @@ def own_frames() -> list[str]:
 
 
 class Chains:
-    """The longest chain of each kind that was seen."""
+    """The longest chain of each kind so far."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[str]] = {}
@@ -154,7 +154,7 @@ def chains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", MOST)
-def test_a_chain_has_few_frames_of_ours(chains: dict[str, list[str]], kind: str) -> None:
+def test_a_chain_has_few_frames_of_unisono(chains: dict[str, list[str]], kind: str) -> None:
     assert chains.get(kind), f"no chain from {kind} was seen"
     frames = chains[kind]
     assert len(frames) <= MOST[kind], " > ".join(frames)

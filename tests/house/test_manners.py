@@ -1,4 +1,4 @@
-"""Rules of the house that a machine can hold: small rooms, one reader of the environment, a light door."""
+"""Rules of style that a test can check: sizes of files and folders, one reader of the environment, a light import."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_functions_fit_on_one_screen() -> None:
     assert long == {}
 
 
-def test_every_helper_has_a_home() -> None:
+def test_no_module_is_named_utils_or_the_like() -> None:
     assert [str(path.relative_to(ROOT)) for path in files("unisono") if NO_HOME & {*path.parts, path.stem}] == []
 
 
@@ -116,13 +116,13 @@ except SystemExit as leave:
     ],
     ids=["import", "help", "run-help"],
 )
-def test_the_door_is_light(program: str) -> None:
+def test_importing_unisono_is_light(program: str) -> None:
     modules = loaded_by(program)
     assert "unisono.errors" in modules
     assert modules & {"torch", "numpy", "safetensors", "fsspec"} == set()
 
 
-def test_the_door_keeps_its_promises() -> None:
+def test_every_public_name_can_be_imported() -> None:
     """Every public name can be imported, and the error for an unknown name lists them."""
     import unisono
 
@@ -132,12 +132,12 @@ def test_the_door_keeps_its_promises() -> None:
         unisono.nothing  # noqa: B018
 
 
-def test_every_test_has_a_name_one_can_type(request: pytest.FixtureRequest) -> None:
-    """Bytes in a name may differ from process to process (gzip writes the time of day), and then none runs."""
+def test_ids_of_tests_have_no_escaped_bytes(request: pytest.FixtureRequest) -> None:
+    """Bytes in an id may differ between the workers of pytest-xdist (gzip writes the time), and then no test runs."""
     assert [item.nodeid for item in request.session.items if re.search(r"\\x[0-9a-f]{2}", item.nodeid)] == []
 
 
-def test_nothing_of_this_machine_is_in_the_files() -> None:
+def test_no_file_contains_a_path_of_a_home_folder() -> None:
     """No published file contains a path of a home folder."""
     homes = {str(Path.home()), str(ROOT)} - {"/"}
     folders = [ROOT / name for name in ("unisono", "tests", "benchmarks", "docs", ".ci")]

@@ -49,7 +49,7 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def behind(name: str) -> str:
+def defining_module(name: str) -> str:
     """Return the module that `unisono.name` comes from; attributes like __file__ are those of unisono itself."""
     return "unisono" if name.startswith("__") else _EXPORTS.get(name, f"unisono.{name}")
 
@@ -67,7 +67,7 @@ def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
             assert node.module is not None
             for alias in node.names:
                 if node.module == "unisono":
-                    yield node.lineno, behind(alias.name)
+                    yield node.lineno, defining_module(alias.name)
                 else:
                     yield node.lineno, node.module
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
@@ -76,7 +76,7 @@ def imports(source: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, text.rstrip(".")
     for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in doors:
-            yield node.lineno, behind(node.attr)
+            yield node.lineno, defining_module(node.attr)
 
 
 def breaches(room: str, source: ast.Module) -> list[str]:
@@ -93,7 +93,7 @@ def breaches(room: str, source: ast.Module) -> list[str]:
     return found
 
 
-def around_the_exports(source: ast.Module) -> list[str]:
+def private_imports_of_recipe(source: ast.Module) -> list[str]:
     """Return the imports of a recipe besides public names and its own package; with them it could not be copied."""
     return [
         f"line {node.lineno}: {name}"
@@ -110,18 +110,18 @@ def around_the_exports(source: ast.Module) -> list[str]:
     ]
 
 
-def test_every_file_stands_on_a_step() -> None:
+def test_every_file_has_a_layer() -> None:
     rooms = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in files("unisono")} - {"__init__"}
     assert rooms <= set(STEPS), "give the new room a step, here and in the README's picture of the house"
 
 
 @pytest.mark.parametrize("path", files("unisono"), ids=lambda p: p.relative_to(LIBRARY).as_posix())
-def test_imports_go_down(path: Path) -> None:
+def test_imports_are_from_lower_layers(path: Path) -> None:
     room = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
     if room == "__init__":
         return  # unisono/__init__.py has the names of all packages, and loads them on first use
     if room == "recipes":
-        assert not around_the_exports(tree(path))
+        assert not private_imports_of_recipe(tree(path))
     else:
         assert not breaches(room, tree(path))
 
@@ -140,17 +140,17 @@ def test_imports_go_down(path: Path) -> None:
         ("distributed", "importlib.import_module(f'unisono.exchange.{name}')"),
     ],
 )
-def test_a_step_up_is_seen(room: str, text: str) -> None:
+def test_an_import_of_a_higher_layer_is_detected(room: str, text: str) -> None:
     assert breaches(room, ast.parse(text))
 
 
-def test_a_step_down_is_allowed() -> None:
+def test_an_import_of_a_lower_layer_is_allowed() -> None:
     text = (
         "import unisono\nfrom unisono import phases\nfrom unisono.launcher.rank_log import x\nprint(unisono.__file__)"
     )
     assert not breaches("launcher", ast.parse(text))
-    assert not around_the_exports(
+    assert not private_imports_of_recipe(
         ast.parse("import unisono\nfrom unisono import DataError\nimport unisono.recipes.text")
     )
-    assert around_the_exports(ast.parse("from unisono.train.run import Run"))
-    assert around_the_exports(ast.parse("from unisono import phases"))
+    assert private_imports_of_recipe(ast.parse("from unisono.train.run import Run"))
+    assert private_imports_of_recipe(ast.parse("from unisono import phases"))

@@ -140,13 +140,13 @@ def test_the_cpu_may_be_named_as_several_devices() -> None:
     assert devices_of(parallel, torch.device("cpu")) == [torch.device("cpu")] * 2
 
 
-def test_devices_are_the_first_ones_unless_they_are_named() -> None:
+def test_the_first_devices_are_used_by_default() -> None:
     cuda = torch.device("cuda", 0)
     assert devices_of(ParallelSettings(model_parallel_devices=2), cuda) == [cuda, torch.device("cuda", 1)]
     assert devices_of(ParallelSettings(data_parallel_devices=2), cuda) == [cuda, torch.device("cuda", 1)]
 
 
-def test_threads_promise_less() -> None:
+def test_data_parallel_threads_weaken_the_promise() -> None:
     exchange = ("exact", "a tree")
     assert promise_of_parallel(exchange, ParallelSettings(model_parallel_devices=2), MeshShape(), []) == exchange
     assert promise_of_parallel(exchange, ParallelSettings(data_parallel_devices=2), MeshShape(), [])[0] == "tolerance"
