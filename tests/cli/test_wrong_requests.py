@@ -67,20 +67,20 @@ from unisono.launcher import local_launch
         ),
         (
             "run text --ranks 3 --set parallel.tensor=3",
-            "The text recipe was asked for parallel.tensor=3 and model.heads=4.",
-            "Each process computes whole heads, and 4 is no multiple of 3.",
-            "--set parallel.tensor=2, or, another model: --set model.heads=6 --set model.width=132",
+            "The text recipe cannot have parallel.tensor=3 with model.heads=4.",
+            "Each process computes whole heads, and 4 is not a multiple of 3.",
+            "--set parallel.tensor=2, or change the model: --set model.heads=6 --set model.width=132",
         ),
         (
             "run text --ranks 8 --set parallel.pipeline=8",
-            "The text recipe was asked for parallel.pipeline=8 and model.depth=4.",
-            "Its model is a row of 7 layers with weights: embedding, blocks, norm and head.",
+            "The text recipe cannot have parallel.pipeline=8 with model.depth=4.",
+            "The model has only 7 layers to divide: embedding, 4 blocks, norm and head.",
             "--set parallel.pipeline=7, or: --set model.depth=5",
         ),
         (
             "run image --ranks 2 --set parallel.pipeline=2",
-            "The image recipe was asked for parallel.pipeline=2 and model.norm=batch.",
-            "Batch norm's running statistics go from one micro-batch to the next, and in a pipeline many are under way "
+            "The image recipe cannot have parallel.pipeline=2 with model.norm=batch.",
+            "Batch norm updates its running statistics in the order of micro-batches, and a pipeline computes several "
             "at once.",
             "--set model.norm=group, or: --set parallel.pipeline=1",
         ),
@@ -239,7 +239,7 @@ def test_the_help_of_run_shows_the_settings_of_its_target(
         assert "Train a recipe or a script." in text
         assert re.search(r"  lr +0\.0003 +the highest\n", text)
     assert main(["run", "image", "--help"]) == 0
-    assert "a folder of your own: four idx files" in " ".join(capsys.readouterr().out.split())
+    assert "your own data set: a folder with four idx files" in " ".join(capsys.readouterr().out.split())
     assert main(["run", "--help"]) == 0
     assert "Settings with their defaults" not in capsys.readouterr().out
 

@@ -184,13 +184,13 @@ def test_work_stealing(accelerator: str, tmp_path: Path) -> None:
 
     config = training.settings(steps=10, balance=BalanceSettings(work_stealing=True))
     (reference,) = run_ranks(train_with_stealing, 1, config, str(tmp_path / "alone"), "gpt", 1.0)
-    found = run_ranks(train_with_stealing, 2, accelerator, config, str(tmp_path / "claimed"))
+    found = run_ranks(steal_beside_an_accelerator, 2, accelerator, config, str(tmp_path / "claimed"))
     assert found[0]["losses"] == pytest.approx(reference["losses"], rel=1e-4)
     assert sum(f["rounds"] for f in found) == reference["rounds"]
     assert sum(f["guests"] for f in found) > 0
 
 
-def train_with_stealing(world: World, library: str, config: Settings, folder: str) -> dict[str, Any]:
+def steal_beside_an_accelerator(world: World, library: str, config: Settings, folder: str) -> dict[str, Any]:
     from tests.ranks.test_rebalance import train_with_stealing
 
     return train_with_stealing(with_accelerator(world, library, 1), config, folder, "gpt", 5.0)
