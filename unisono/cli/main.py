@@ -25,7 +25,7 @@ from unisono.cli.commands.fingerprint import fingerprint
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
-from unisono.cli.request.request_checks import ScriptReport, inspect_script
+from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
@@ -132,20 +132,26 @@ def _settings_of_target(words: Sequence[str]) -> str:
     """Return the table of settings below the help of `unisono run TARGET`; "" without a target."""
     if words[:1] != ["run"] or not {"--help", "-h"} & set(words):
         return ""
-    report = _report_on_target(words)
-    return f"\n{report.table}\n" if report is not None else ""
+    script = _script_among(words)
+    if script is None:
+        return ""
+    report = inspect_script(script)
+    if report is None:
+        return f"\n{script} did not reach unisono.main, so its settings are not listed.\n"
+    return f"\n{report.table}\n"
 
 
-def _report_on_target(words: Sequence[str]) -> ScriptReport | None:
-    """Return the settings of the recipe or script among these words, if there is one."""
+def _script_among(words: Sequence[str]) -> Path | None:
+    """Return the script of the recipe, or the script, that these words name; None if they name none."""
     known = recipes()
     paths = [known.get(word, Path(word)) for word in words[1:]]
-    return next((inspect_script(path) for path in paths if path.is_file()), None)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _names_for_target(words: Sequence[str]) -> Sequence[str]:
     """Return the settings that can be given on a command line with these words."""
-    report = _report_on_target(words)
+    script = _script_among(words)
+    report = inspect_script(script) if script is not None else None
     return report.names if report is not None else [entry.name for entry in entries_of(Settings)]
 
 

@@ -24,6 +24,9 @@ from unisono.config.validate import examine, needs_dry_run
 from unisono.errors import Problem, SettingsError
 from unisono.launcher import local_launch
 
+INSPECTION_SECONDS = 300
+"""The longest time for a script to reach `unisono.main`; on a busy machine the import of torch alone takes a minute."""
+
 
 class ScriptReport(NamedTuple):
     """The settings of a script, as `unisono.main` reports them.
@@ -87,7 +90,8 @@ def inspect_script(
     with tempfile.TemporaryDirectory(prefix="unisono-settings-") as folder:
         file = Path(folder) / "settings.json"
         request = replace(request, describe=file, typed=str(line))
-        outcome = local_launch.dry_run(script, request.arguments(earlier or Path(script.stem)), ranks=ranks)
+        arguments = request.arguments(earlier or Path(script.stem))
+        outcome = local_launch.dry_run(script, arguments, ranks=ranks, seconds=INSPECTION_SECONDS)
         if outcome.stopped:
             raise KeyboardInterrupt
         if not file.is_file():
