@@ -24,9 +24,9 @@ from unisono.testing import build_run, close_run, run_ranks
 
 MOST = {
     "step.backward to torch": 1,
-    "step.backward to a collective": 5,
-    "the end of the rounds to a collective": 7,
-    "the end of the rounds to the whole sum": 6,
+    "step.backward to a collective": 3,
+    "the end of the rounds to a collective": 5,
+    "the end of the rounds to the whole sum": 5,
     "the next micro-batch to the data set": 5,
     "run.evaluate to the model": 4,
     "the end of a step to the checkpoint writer": 4,
