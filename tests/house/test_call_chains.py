@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.house.sources import LIBRARY
+from tests.house.sources import LIBRARY, ROOT
 from unisono.checkpoint.save import CheckpointSaver
 from unisono.config import CheckpointSettings, Settings
 from unisono.distributed.init import join_process_group as join
@@ -158,3 +158,8 @@ def test_a_chain_has_few_frames_of_unisono(chains: dict[str, list[str]], kind: s
     assert chains.get(kind), f"no chain from {kind} was seen"
     frames = chains[kind]
     assert len(frames) <= MOST[kind], " > ".join(frames)
+
+
+def test_the_docs_show_these_numbers() -> None:
+    page = (ROOT / "docs" / "design" / "gradient.md").read_text(encoding="utf-8")
+    assert [kind for kind, count in MOST.items() if f"| {kind} | {count} |" not in page] == []
