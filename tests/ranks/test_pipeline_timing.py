@@ -180,4 +180,4 @@ def test_an_unusable_example_is_refused_on_every_process(
 ) -> None:
     for found in run_ranks(attempt, 2, tmp_path, loop, PIPELINE):
         assert isinstance(found, str), found
-        assert re.search(f"given an example, to cut a Deep by the time.*{words}", found, re.DOTALL), found
+        assert re.search(f"Cannot time the layers of Deep with the example.*{words}", found, re.DOTALL), found

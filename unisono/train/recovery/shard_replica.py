@@ -214,7 +214,7 @@ def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], 
         if holder in lost:
             raise CheckpointError(
                 f"Cannot restore the shards of the lost processes {', '.join(map(str, sorted(lost)))}.",
-                f"The copy of process {rank}'s was on process {holder}, which is among them.",
+                f"The copy of process {rank}'s shard was on process {holder}, which is lost, too.",
                 "continue from the newest checkpoint: the same command with --resume.",
             )
         there.append(set(said[holder][2]))
