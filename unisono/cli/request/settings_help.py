@@ -7,11 +7,10 @@ import inspect
 import io
 import textwrap
 import tokenize
-from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from unisono.config import SettingEntry, Settings, entries_of, kind, plain, shown
+from unisono.config import entries_of, kind, plain, shown
 from unisono.config.entries import library_settings
 from unisono.config.value_types import choices_of
 
@@ -52,29 +51,6 @@ def description_of(settings: type) -> dict[str, Any]:
         "table": settings_table(settings),
         "defaults": {name: "none" if value is None else value for name, value in defaults.items()},
     }
-
-
-def markdown() -> str:
-    """Return the settings reference: a Markdown table for each section of the settings that every run has."""
-    sections: dict[str, list[SettingEntry]] = {}
-    for entry in entries_of(Settings):
-        sections.setdefault(entry.name.rpartition(".")[0], []).append(entry)
-    return "\n".join(line for name, entries in sections.items() for line in _section(name, entries))
-
-
-def _section(name: str, entries: list[SettingEntry]) -> Iterator[str]:
-    """Yield the heading and the table of one section; "" is the settings outside of sections."""
-    cls = type(getattr(Settings(), name)) if name else Settings
-    yield f"## `{name}`\n" if name else "## General\n"
-    if name:
-        yield f"{inspect.getdoc(cls)}\n"
-    yield "| setting | type | default | meaning |"
-    yield "|---|---|---|---|"
-    for entry in entries:
-        limits = entry.limits.words() if entry.limits is not None else ""
-        cells = (f"`{entry.name}`", f"{kind(entry.hint)}{limits}", f"`{shown(entry.default)}`", entry.help)
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-    yield ""
 
 
 def field_comments(cls: type, prefix: str = "") -> dict[str, str]:
