@@ -78,7 +78,7 @@ import torch, torch.distributed as dist
 from unisono.environment import World
 from unisono.distributed import init
 
-init.LEAVE_SECONDS = 1.0
+init.EXIT_SECONDS = 1.0
 rank = int(sys.argv[1])
 with init.join_process_group(World(rank=rank, size=2, store="file://" + sys.argv[2])) as group:
     if rank == 0:
