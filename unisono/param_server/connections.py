@@ -38,7 +38,7 @@ class WorkerConnections:
 
     links    to every worker, by rank
     others   to other servers: their messages are no requests, and need no answer
-    is_over  whether workers were told that the run is over
+    is_over  whether workers were notified that the run is over
     """
 
     def __init__(self, links: Mapping[int, TcpLink], others: Mapping[int, TcpLink] = MappingProxyType({})) -> None:

@@ -249,7 +249,7 @@ class GradientSync:
     # -- other processes, other parameters
 
     def restart(self) -> None:
-        """Other processes make the steps from now on: build every exchange anew when its next pass begins."""
+        """Rebuild every exchange when its next pass begins, because other processes make the steps from now on."""
         for gradient in self._gradients.values():
             gradient.stale = True
 

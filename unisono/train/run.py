@@ -135,7 +135,7 @@ class Run(Generic[S]):
         models.context.add(placed, sequence)
         if models.pipeline is not None:
             context.state.stages = models.pipeline.names
-            self.print(models.pipeline.told)
+            self.print(models.pipeline.summary)
         apply_precision(placed, settings.precision, self.device)
         self._loop.place(placed)
         return placed

@@ -66,7 +66,7 @@ class Rebalancer(Extension):
         self.regrouped(first, failed=False)
 
     def regrouped(self, first: int, *, failed: bool) -> None:
-        """Measure anew: there are other processes from step `first` on, or the run begins."""
+        """Start measuring again: other processes make the steps from step `first` on, or the run begins."""
         self.is_on = is_balanced(self.settings, self.mesh, self.promise)
         self.balancer: LoadBalancer | None = None
         if self.is_on and self.settings.balance.by_speed:

@@ -34,17 +34,17 @@ def predict(outputs: ModelOutputs) -> Any:
     kinds = [sorted({(dtype_name(piece.dtype), tuple(piece.shape[1:])) for piece in column}) for column in columns]
     mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
     everybody = outputs.group.all_gather_object(mine)
-    told = next(other for other in everybody if other["spec"] is not None)
+    described = next(other for other in everybody if other["spec"] is not None)
     for other in everybody:
-        _same_structure(told["spec"], told["spec"] if other["spec"] is None else other["spec"])
+        _same_structure(described["spec"], described["spec"] if other["spec"] is None else other["spec"])
     places = [[(number, rows) for number, rows in other["numbers"]] for other in everybody]
     result = []
-    for leaf in range(len(told["kinds"])):
+    for leaf in range(len(described["kinds"])):
         kinds_of = {(d, tuple(shape)) for other in everybody for f in other["kinds"][leaf : leaf + 1] for d, shape in f}
         dtype, shape = _only(kinds_of)
         like = TensorSpec(dtype, (0, *shape)).empty()
         result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, outputs.group))
-    return tree_unflatten(result, treespec_loads(json.dumps(told["spec"])))
+    return tree_unflatten(result, treespec_loads(json.dumps(described["spec"])))
 
 
 def _rows(leaf: Any, micro_batch: EvalBatch) -> Tensor:

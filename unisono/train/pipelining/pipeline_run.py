@@ -166,8 +166,8 @@ class MicroBatchRun:
 class Pipeline:
     """The pipeline of a model, on this process.
 
-    turn  the stage for which the model's forward is called now; None: the script calls it outside of a step
-    told  a line that describes the stages
+    turn     the stage for which the model's forward is called now; None: the script calls it outside of a step
+    summary  a line that describes the stages
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Pipeline:
             apply_times(self.cut, model, example, mesh)
             begins = self.cut.stage_starts(line.stages, parallel.split_points)
         begins = mesh.world.broadcast_object(begins)
-        self.told = describe_stages(self.cut, begins, named=bool(parallel.split_points))
+        self.summary = describe_stages(self.cut, begins, named=bool(parallel.split_points))
         self.names = StageParameters(model, mesh, self.cut.stages_of_params(model, begins), line.owners)
         own = line.own_stages
         self.cut.apply(model, begins, own, {id(p) for stage in own for p in self.names.of(stage)})
