@@ -188,11 +188,11 @@ def comparisons(world: World, steps: int, folder: str) -> list[float]:
 def time_lines() -> dict[str, float]:
     """Return the seconds per step of parts that are always on."""
     line = (
-        min(timeit.repeat("Position.moves += 1", "from unisono.phases import Position", number=100_000, repeat=5))
+        min(timeit.repeat("position.moves += 1", "from unisono.phases import position", number=100_000, repeat=5))
         / 100_000
     )
     begin = min(timeit.repeat("f(3)", "from unisono.phases import begin_step as f", number=100_000, repeat=5)) / 100_000
-    phases.Position.steps = 0
+    phases.position.steps = 0
     spikes = LossSpikes()
     losses = [2.0 + number % 7 for number in range(20_000)]
     spike_check = min(timeit.repeat(lambda: [spikes.observe(loss) for loss in losses], number=1, repeat=3)) / len(

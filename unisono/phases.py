@@ -31,23 +31,24 @@ class Position:
     """The position of this process in the run: the step and the virtual rank.
 
     Written where steps and micro-batches begin. Read by injected faults, hang reports and the debugger of a replay.
+
+    step          the step in progress, or the last one; None before the first
+    steps         the number of steps that this process has begun
+    virtual_rank  the virtual rank whose micro-batch is being computed; None outside a micro-batch
+    compiles      the number of compilations (torch.compile) in progress in this process
+    moves         a count of changes (phases, micro-batches); while it does not change, nothing makes progress
     """
 
-    step: int | None = None
-    """The step in progress, or the last one; None before the first."""
+    __slots__ = ("compiles", "moves", "step", "steps", "virtual_rank")
 
-    steps = 0
-    """The number of steps that this process has begun."""
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.virtual_rank: int | None = None
+        self.steps = self.compiles = self.moves = 0
 
-    virtual_rank: int | None = None
-    """The virtual rank whose micro-batch is being computed; None outside a micro-batch."""
 
-    compiles = 0
-    """The number of compilations (torch.compile) in progress in this process."""
-
-    moves = 0
-    """A count of changes (phases, micro-batches). If it has not changed since the last look, nothing makes progress."""
-
+position = Position()
+"""The position of this process."""
 
 _now = "other"
 _observers: tuple[Observer, ...] = ()
@@ -64,7 +65,7 @@ def enter(name: str) -> str:
     left, _now = _now, name
     if left == name:
         return left
-    Position.moves += 1
+    position.moves += 1
     for observer in _observers:
         observer(left, name)
     return left
@@ -72,8 +73,8 @@ def enter(name: str) -> str:
 
 def begin_step(number: int) -> None:
     """Begin the step with this number."""
-    Position.step = number
-    Position.steps += 1
+    position.step = number
+    position.steps += 1
 
 
 @contextmanager

@@ -100,7 +100,7 @@ def test_too_many_variants_raise_a_helpful_error() -> None:
 
 
 def test_the_watchdog_waits_longer_while_a_process_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases.Position, "steps", 5)
+    monkeypatch.setattr(phases.position, "steps", 5)
     watch = StatusThread(WatchdogSettings(timeout=10.0), World())
     assert watch._limit == 10.0
     config = SimpleNamespace(automatic_dynamic_shapes=False)

@@ -46,7 +46,7 @@ def test_process_exits(tmp_path: Path, kind: Any, code: int) -> None:
 
 def die_in_phase(world: World, folder: str) -> None:
     with FailAt(0, "exchange", later=0.1), phases.phase("other"):
-        phases.Position.step = 0
+        phases.position.step = 0
         phases.enter("exchange")
         time.sleep(30)
 
@@ -59,10 +59,10 @@ def test_process_dies_in_a_phase(tmp_path: Path) -> None:
 @pytest.fixture
 def record_steps() -> Any:
     phases.enter("other")
-    phases.Position.step = 2
+    phases.position.step = 2
     yield
     phases.enter("other")
-    phases.Position.step = phases.Position.virtual_rank = None
+    phases.position.step = phases.position.virtual_rank = None
 
 
 @pytest.mark.usefixtures("record_steps")
@@ -75,10 +75,10 @@ def test_fault_occurs_once_in_its_place() -> None:
         phases.enter("update")
         assert fault._struck_in == 2
     with FailAt(phase="backward", when="ends", kind="error", virtual_rank=1):
-        for phases.Position.virtual_rank in (0, 2):
+        for phases.position.virtual_rank in (0, 2):
             phases.enter("backward")
             phases.enter("other")
-        phases.Position.virtual_rank = 1
+        phases.position.virtual_rank = 1
         phases.enter("backward")
         with pytest.raises(PlantedFailure):
             phases.enter("other")
@@ -129,9 +129,9 @@ def test_truncated_files(tmp_path: Path) -> None:
 def write_files(world: World, folder: str) -> list[int]:
     """Return the sizes of files written before, during and after the fault, and the error."""
     file, sizes, message = Path(folder, "file"), [], 0
-    phases.Position.step = 0
+    phases.position.step = 0
     with FullDisk(1, "checkpoint", bytes=10):
-        for phases.Position.step in range(3):
+        for phases.position.step in range(3):
             phases.enter("checkpoint")
             try:
                 file.write_bytes(bytes(50))

@@ -121,9 +121,9 @@ def _play(world: World, script: str, folder: str, words: Sequence[str], stop: in
             with Terminate(stop, "forward") if stop is not None and world.rank == 0 else nullcontext():
                 runpy.run_path(script, run_name="__main__")
         except UnisonoError as error:
-            return ("refused", phases.Position.step, f"{type(error).__name__}: {error}"), recorder.steps
+            return ("refused", phases.position.step, f"{type(error).__name__}: {error}"), recorder.steps
         except Exception:
-            return ("crashed", phases.Position.step, traceback.format_exc()), recorder.steps
+            return ("crashed", phases.position.step, traceback.format_exc()), recorder.steps
     result = recorder.results[-1]
     return ("ended", None, result, result["weights_sha256"]), recorder.steps
 

@@ -2,8 +2,9 @@
 
 A task is one whole micro-batch: its key, its place and its samples. A worker seeds from the key, fetches and collates.
 So the result does not depend on which worker it is, or on whether there are any. A micro-batch has one stream of random
-numbers: fetching draws first, the loop's body continues that stream, and a worker that drew sends its states along. One
-loader serves all epochs, so no time is lost at the end of one.
+numbers: fetching draws first, the loop's body continues that stream, and a worker that drew sends its states along.
+With one virtual rank the loop's torch generator is a stream of its own. One loader serves all epochs, so no time is
+lost at the end of one.
 
 The assignment of virtual ranks may change while the loader runs. Tasks are planned ahead, so a new assignment applies
 from the first step that no process has planned yet (`horizon`). The old one applies until then, and no sample is
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from unisono.data import alignment
 from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
-from unisono.data.rng import DrawDetector, State, get_state, same_state, seed_everything, set_state
+from unisono.data.rng import State, get_state, same_state, seed_everything, seed_others, set_others, set_state
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
 from unisono.plan.assignment import Slot, micro_batches_of
@@ -89,16 +90,16 @@ class MicroBatchDataset(Dataset[Any]):
     Args:
         data: the user's data set.
         collate_fn: as for DataLoader.
-        keyed: seed the generators before every fetch. If False, they are one stream, as in plain torch, and only a
-            fetch that draws seeds them.
+        keyed: whether the loop's body continues the random numbers of the fetch. If False, its torch generator is one
+            stream, as in plain torch, and a fetch leaves it alone.
     """
 
     def __init__(self, data: Any, collate_fn: Collate, *, keyed: bool = True) -> None:
         self.data, self.keyed = data, keyed
         self.collate = collate if collate_fn is default_collate else collate_fn
         self.rows = are_rows(data, collate_fn)
-        self._draws = False  # whether a fetch has drawn random numbers
-        self._detector = DrawDetector()
+        self._batched = hasattr(data, "__getitems__")
+        self.never_draws = self.rows or type(data) is IndexDataset
 
     def __getitem__(self, task: FetchTask) -> Fetched:
         """For a worker: return the batch, and the states of the generators if the fetch drew from them."""
@@ -118,25 +119,14 @@ class MicroBatchDataset(Dataset[Any]):
         if self.keyed:
             seed_everything(task.key)
             return self._read(task)
-        if self.rows:  # cannot draw
-            return read_rows(self.data, task.samples)
-        if not self._draws:
-            self._detector.start()
-            batch = self._read(task)
-            if self._detector.nothing_drawn():
-                return batch
-        # A fetch that draws must draw from its key. What it drew from the loop's stream just now is drawn again.
-        stream = get_state()
+        if self.never_draws:
+            return self._read(task)
+        stream = torch.default_generator.get_state()
         seed_everything(task.key)
-        seeded = get_state()
-        batch = self._read(task)
-        if not same_state(seeded, get_state()):
-            self._draws = True
-            return batch
-        set_state(stream)
-        if not self._draws:  # the loop drew, and the detector could not tell that from the fetch
-            self._detector.blame_code_between()
-        return batch
+        try:
+            return self._read(task)
+        finally:
+            torch.default_generator.set_state(stream)
 
     def _read(self, task: FetchTask) -> Any:
         data, samples = self.data, task.samples
@@ -148,8 +138,8 @@ class MicroBatchDataset(Dataset[Any]):
         if threads > 1:
             torch.set_num_threads(1)  # as in a worker, since the bits depend on it
         try:
-            batched = hasattr(data, "__getitems__")
-            return alignment.align(self.collate(data.__getitems__(samples) if batched else [data[i] for i in samples]))
+            read = data.__getitems__(samples) if self._batched else [data[i] for i in samples]
+            return alignment.align(self.collate(read))
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)
@@ -219,19 +209,23 @@ class Loader:
             return iter(batches)
 
         self._worker_iterator = WorkerIterator(start_workers, workers, self._has_more)
-        self._batches = self._from_workers(self._worker_iterator, fetcher.keyed)
+        self._batches = self._from_workers(self._worker_iterator)
 
     def _has_more(self) -> bool:
         """Return whether a micro-batch has not been delivered yet."""
         return bool(self._pending) or next(self._planned, None) is not None
 
-    def _from_workers(self, fetched: Iterator[Fetched], keyed: bool) -> Iterator[Any]:
+    def _from_workers(self, fetched: Iterator[Fetched]) -> Iterator[Any]:
         """Yield the batches; set this process's generators to the states in which the worker left its own."""
         for batch, state in fetched:
-            if keyed:
+            if self.fetcher.keyed:
                 seed_everything(self._pending[0].key, None if self.device.type == "cpu" else self.device)
-            if state is not None:
-                set_state(state)
+                if state is not None:
+                    set_state(state)
+            elif state is not None:
+                set_others(state)
+            elif not self.fetcher.never_draws:
+                seed_others(self._pending[0].key)
             yield alignment.align(batch if self.device.type == "cpu" else to_device(batch, self.device))
 
     def close(self) -> None:

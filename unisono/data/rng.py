@@ -20,10 +20,15 @@ def seed_everything(key: int, device: torch.device | None = None) -> None:
     Takes 9 microseconds. torch.manual_seed would visit all back ends (70 microseconds); the default generator takes 1.
     """
     torch.default_generator.manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
-    np.random.seed(key & 0xFFFF_FFFF)
-    random.seed(key)
+    seed_others(key)
     if device is not None:
         torch.get_device_module(device).manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def seed_others(key: int) -> None:
+    """Seed numpy's and Python's global generators."""
+    np.random.seed(key & 0xFFFF_FFFF)
+    random.seed(key)
 
 
 def get_state() -> State:
@@ -34,6 +39,11 @@ def get_state() -> State:
 def set_state(state: State) -> None:
     """Restore the states of the CPU's generators."""
     torch.default_generator.set_state(state[0])
+    set_others(state)
+
+
+def set_others(state: State) -> None:
+    """Restore the states of numpy's and Python's generators."""
     np.random.set_state(state[1])
     random.setstate(state[2])
 
@@ -95,52 +105,7 @@ class RngStates:
         return True
 
 
-CALM_BLOCKS = 3
-"""Blocks at the beginning for which `DrawDetector` takes all states, to learn whether the code between them draws."""
-
-
-class DrawDetector:
-    """Tell whether a block of code drew from the global generators of the CPU.
-
-    Taking numpy's state costs 35 microseconds and Python's 10, which is much in a small step. Most loops draw from
-    torch only. Once that has been seen, the two states are taken once a block: a state that equals the one behind the
-    previous block proves that nothing was drawn since. Where the code between blocks draws as well, all states are
-    taken before and behind each block.
-    """
-
-    def __init__(self) -> None:
-        self._torch = torch.empty(0, dtype=torch.uint8)  # before the block
-        self._others: tuple[Any, Any] | None = None  # numpy's and Python's: before the block, or behind the last one
-        self._calm = 0  # blocks before which nothing was drawn
-        self._code_between_draws = False
-
-    def start(self) -> None:
-        """Begin a block."""
-        self._torch = torch.default_generator.get_state()
-        if self._others is not None and self._calm >= CALM_BLOCKS and not self._code_between_draws:
-            return
-        behind_last, self._others = self._others, (np.random.get_state(), random.getstate())
-        if behind_last is not None and not _same_others(behind_last, self._others):
-            self._code_between_draws = True
-        self._calm += 1
-
-    def nothing_drawn(self) -> bool:
-        """End the block. Return True if it drew nothing; False if it drew, or if the code before it may have drawn."""
-        assert self._others is not None, "start() comes first"
-        before, self._others = self._others, (np.random.get_state(), random.getstate())
-        same = torch.equal(self._torch, torch.default_generator.get_state())
-        return same and _same_others(before, self._others)
-
-    def blame_code_between(self) -> None:
-        """Say that the last block drew nothing although `nothing_drawn` was False: the code before it did."""
-        self._code_between_draws = True
-
-
 def same_state(a: State, b: State) -> bool:
     """Return whether no random number was drawn between the two."""
-    return torch.equal(a[0], b[0]) and _same_others(a[1:], b[1:])
-
-
-def _same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    (_, words_a, *rest_a), (_, words_b, *rest_b) = a[0], b[0]
-    return rest_a == rest_b and words_a.tobytes() == words_b.tobytes() and a[1] == b[1]
+    (_, words_a, *rest_a), (_, words_b, *rest_b) = a[1], b[1]
+    return torch.equal(a[0], b[0]) and rest_a == rest_b and words_a.tobytes() == words_b.tobytes() and a[2] == b[2]

@@ -124,7 +124,7 @@ class StatusThread:
 
     def _count(self) -> None:
         """Add the time since the last beat to the idle time if there was no progress."""
-        here = phases.Position
+        here = phases.position
         moves = (
             here.moves,
             here.step,
@@ -142,12 +142,12 @@ class StatusThread:
 
     @property
     def _limit(self) -> float:
-        times = 1.0 if phases.Position.steps > 1 else FIRST_STEP_TIMES
-        return self.settings.timeout * (COMPILE_TIMES if phases.Position.compiles else times)
+        times = 1.0 if phases.position.steps > 1 else FIRST_STEP_TIMES
+        return self.settings.timeout * (COMPILE_TIMES if phases.position.compiles else times)
 
     def _current(self) -> ProcessStatus:
         """Return the status of the main thread, with details only after half of the limit without progress."""
-        here = phases.Position
+        here = phases.position
         if self._status is None or self._idle < self._limit / 2:
             self._status = ProcessStatus(
                 rank=self.world.rank if self.world.number is None else self.world.number,  # as its log is named

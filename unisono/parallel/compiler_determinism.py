@@ -64,16 +64,16 @@ def _register_callbacks(callback: Any) -> None:
 
 
 def _on_start(_: Any) -> None:
-    phases.Position.compiles += 1
-    phases.Position.moves += 1
+    phases.position.compiles += 1
+    phases.position.moves += 1
     config = sys.modules["torch._dynamo.config"]
     if config.automatic_dynamic_shapes and DYNAMIC not in order_dependent:
         order_dependent.append(DYNAMIC)
 
 
 def _on_end(_: Any) -> None:
-    phases.Position.compiles = max(phases.Position.compiles - 1, 0)
-    phases.Position.moves += 1
+    phases.position.compiles = max(phases.position.compiles - 1, 0)
+    phases.position.moves += 1
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Slot(NamedTuple):
 
 
 def micro_batches_of(span: Iterable[tuple[MicroBatchId, T]], slot: Slot) -> Iterator[tuple[MicroBatchId, T]]:
-    """Yield the micro-batches of a span that the process at `slot` computes.
+    """Return the micro-batches of a span that the process at `slot` computes.
 
     Processes that take turns compute equally many micro-batches, since each holds a part of every layer and needs the
     others. If the last round is incomplete, the last micro-batch is computed again as a spare one:
@@ -98,10 +98,10 @@ def micro_batches_of(span: Iterable[tuple[MicroBatchId, T]], slot: Slot) -> Iter
         span: the micro-batches of the span, each with its samples.
         slot: which of them to yield.
     """
-    if slot.turns == 1:
-        yield from span
-        return
-    known = list(span)
+    return iter(span) if slot.turns == 1 else _in_turn(list(span), slot)
+
+
+def _in_turn(known: Sequence[tuple[MicroBatchId, T]], slot: Slot) -> Iterator[tuple[MicroBatchId, T]]:
     for number in range(slot.turn, -(-len(known) // slot.turns) * slot.turns, slot.turns):
         micro_batch, samples = known[min(number, len(known) - 1)]
         yield micro_batch._replace(spare=number >= len(known)), samples

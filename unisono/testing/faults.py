@@ -87,7 +87,7 @@ class Fault(ABC):
 
     def _change(self, left: str, entered: str) -> None:
         if not self._waits and self._is_place(entered if self.when == "begins" else left):
-            self._waits, self._struck_in = True, phases.Position.step or 0
+            self._waits, self._struck_in = True, phases.position.step or 0
         if self._waits and self.is_possible():
             self._waits = False
             if self.mark is not None:
@@ -95,7 +95,7 @@ class Fault(ABC):
             self.strike()
 
     def _is_place(self, phase: str) -> bool:
-        step, virtual_rank = phases.Position.step, phases.Position.virtual_rank
+        step, virtual_rank = phases.position.step, phases.position.virtual_rank
         return (
             step not in (None, self._struck_in)
             and self.step in (None, step)
@@ -145,7 +145,7 @@ def _crash() -> None:
 
 
 def _raise() -> None:
-    raise PlantedFailure(f"an injected failure in step {phases.Position.step}")
+    raise PlantedFailure(f"an injected failure in step {phases.position.step}")
 
 
 @dataclass(kw_only=True)
@@ -379,7 +379,7 @@ class FullDisk(Fault):
 
     def _change(self, left: str, entered: str) -> None:
         super()._change(left, entered)
-        if self._before is not None and (phases.Position.step or 0) >= self._struck_in + self.steps:
+        if self._before is not None and (phases.position.step or 0) >= self._struck_in + self.steps:
             self.heal()
 
 
@@ -410,7 +410,7 @@ class LostPackets(Fault):
 
     def _change(self, left: str, entered: str) -> None:
         super()._change(left, entered)
-        if self._active and (phases.Position.step or 0) >= self._struck_in + self.steps:
+        if self._active and (phases.position.step or 0) >= self._struck_in + self.steps:
             self.heal()
 
 

@@ -188,9 +188,15 @@ class GradientSync:
         exchange.launch()
         self.models.busy = False
         gradient.seen = True
-        flags = {**self._progress.requests, "unused": not all(exchange.used), "touched": exchange.touched}
-        flags |= {**buffers.flags, "joins": self._has_joiners(), "learns": bool(gradient.params)}
-        flags["verified"] = step.is_verified
+        flags = {
+            **self._progress.requests,
+            **buffers.flags,
+            "unused": not all(exchange.used),
+            "touched": exchange.touched,
+            "joins": self._has_joiners(),
+            "learns": bool(gradient.params),
+            "verified": step.is_verified,
+        }
         step.totals = totals = self.step_sync.reduce(flags, step.report)
         self._progress.agreed = agreed = totals.flags
         if agreed["touched"]:

@@ -20,7 +20,7 @@ from unisono.train.extensions import UNWATCHED, Hooks
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.gradient_sync import Synchronizer
 from unisono.train.guarantees.loop_checks import LoopChecks
-from unisono.train.guarantees.user_errors import check_loss, explain_step_errors
+from unisono.train.guarantees.user_errors import check_loss, explain_step_error
 from unisono.train.modules.models import Models
 from unisono.train.optimization.sharded_step import on_local_shards
 from unisono.train.step_state import StepState
@@ -224,7 +224,7 @@ class Step:
             while rounds is not None:
                 for place, batch, last in rounds:
                     state.place, state.ready = place, True
-                    phases.Position.virtual_rank = place.virtual_rank
+                    phases.position.virtual_rank = place.virtual_rank
                     exchange = gradient.exchange  # another one than before, if a process died or joined
                     exchange.enter(place.virtual_rank, last=last)
                     enter("forward")
@@ -264,7 +264,7 @@ class Step:
     def _end_rounds(self, gradient: GradientPass) -> None:
         """The micro-batches are done, and the processes are about to exchange what they have."""
         self._state.ready = False
-        phases.Position.virtual_rank = None
+        phases.position.virtual_rank = None
         phases.enter("exchange")
         for before in self._parts.hooks.before_sync:
             before(self._state, gradient)
@@ -444,8 +444,12 @@ class Step:
         for optimizer in optimizers:
             checks.register_optimizer(optimizer)
             if sync.steps_optimizers:
-                with explain_step_errors(optimizer), self._stepping(optimizer), on_local_shards(optimizer):
-                    optimizer.step()
+                try:
+                    with self._stepping(optimizer), on_local_shards(optimizer):
+                        optimizer.step()
+                except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
+                    explain_step_error(optimizer, error)
+                    raise
         for schedule in steppers:
             if schedule not in optimizers:
                 checks.register_schedule(schedule)

@@ -57,13 +57,13 @@ class SpareRounds(NamedTuple):
                 place = MicroBatchId(step.number, virtual_rank, number, spare=True)
                 batch = fetch(place)
                 step.place, step.ready = place, True
-                phases.Position.virtual_rank = virtual_rank
+                phases.position.virtual_rank = virtual_rank
                 phases.enter("forward")
                 with self.checks.round_context(place, gradient):
                     yield batch
         finally:
             step.place, step.ready, step.stage, models.busy = None, False, stage, busy
-            phases.Position.virtual_rank = None
+            phases.position.virtual_rank = None
             phases.enter("other")
             models.buffers.leave()
 

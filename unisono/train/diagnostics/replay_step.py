@@ -103,7 +103,7 @@ class Replay(Extension):
             place = MicroBatchId(step.number, virtual_rank, number)
             batch = self.source.fetch(place)
             step.place, step.ready = place, True
-            phases.Position.virtual_rank = virtual_rank
+            phases.position.virtual_rank = virtual_rank
             phases.enter("forward")
             with self.checks.round_context(place, gradient):
                 yield place, batch, False

@@ -57,7 +57,7 @@ class ModelOutputs:
             self.restore()
             with self.part(micro_batch.batch) as batch:
                 output = self.forward(self.model, batch)
-            phases.Position.moves += 1
+            phases.position.moves += 1
             if not micro_batch.spare:
                 yield micro_batch._replace(batch=batch), output
         if self.pipeline is not None:

@@ -117,20 +117,15 @@ def is_elementwise(optimizer: Any) -> bool:
     return str(step.__module__).startswith("torch.optim.") and step.__qualname__.partition(".")[0] in BY_ELEMENT
 
 
-@contextmanager
-def explain_step_errors(optimizer: Any) -> Iterator[None]:
-    """Return a block for an optimizer's step, which raises LoopError if it cannot step parts of parameters.
+def explain_step_error(optimizer: Any, error: RuntimeError | AssertionError) -> None:
+    """Raise LoopError if an optimizer's step raised this error because it cannot step parts of parameters.
 
     An optimizer that is not elementwise computes with rows or whole matrices. torch can compute only some of these
     operations on DTensors.
     """
-    try:
-        yield
-    except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
-        first = str(error).partition("\n")[0] or "an assertion of torch.distributed.tensor failed."
-        signs = ("Sharding propagation", "sharding strategy")
-        if not (is_mixed_dtensor_error(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error)):
-            raise
+    first = str(error).partition("\n")[0] or "an assertion of torch.distributed.tensor failed."
+    signs = ("Sharding propagation", "sharding strategy")
+    if is_mixed_dtensor_error(error) or any(sign in str(error) for sign in signs) or _of_dtensor(error):
         raise LoopError(
             f"step.update cannot step {type(optimizer).__name__} with parameters of which each process has a part.",
             f"It computes with whole tensors in a way that torch does not support for parts of them: {first}",

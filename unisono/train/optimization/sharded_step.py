@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -101,17 +101,18 @@ def _of_several_meshes(group: dict[str, Any]) -> bool:
     return len({getattr(p, "device_mesh", None) for p in group["params"]}) > 1
 
 
-@contextmanager
-def on_local_shards(optimizer: Any) -> Iterator[None]:
-    """Within this block, `optimizer.step()` computes on local shards, if `prepare` has found that it can; or one
+def on_local_shards(optimizer: Any) -> AbstractContextManager[None]:
+    """Return a block in which `optimizer.step()` computes on local shards, if `prepare` has found that it can; or one
     parameter after the other, if it has found that it must.
 
     The optimizer's own hooks, and what comes after the block, see its parameters and its state as DTensors.
     """
-    way = _known.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
-    if way is None:
-        yield
-        return
+    way = _known.get(optimizer) if _known and isinstance(optimizer, torch.optim.Optimizer) else None
+    return nullcontext() if way is None else _stepping(optimizer, way)
+
+
+@contextmanager
+def _stepping(optimizer: Any, way: _Shards | _OneByOne) -> Iterator[None]:
     before = optimizer.register_step_pre_hook(lambda *_: way.enter(optimizer))
     after = optimizer.register_step_post_hook(lambda *_: way.leave(optimizer))
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
