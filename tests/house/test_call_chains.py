@@ -25,8 +25,8 @@ from unisono.testing import build_run, close_run, run_ranks
 MOST = {
     "step.backward to torch": 1,
     "step.backward to a collective": 3,
-    "the end of the rounds to a collective": 5,
-    "the end of the rounds to the whole sum": 5,
+    "the end of the inner loop to a collective": 5,
+    "the end of the inner loop to the whole sum": 5,
     "the next micro-batch to the data set": 5,
     "run.evaluate to the model": 4,
     "the end of a step to the checkpoint writer": 4,
@@ -131,7 +131,7 @@ def watch(chains: Chains) -> None:
         if frames[:1] == ["backward"]:
             chains.note("step.backward to a collective")
         elif frames[:1] == ["_rounds"] and "reduce" not in frames and "gather" not in frames:
-            chains.note("the end of the rounds to the whole sum" if "finish" in frames else ROUNDS_END)
+            chains.note("the end of the inner loop to the whole sum" if "finish" in frames else ROUNDS_END)
 
     for name in COLLECTIVES.split():
         if hasattr(dist, name):
@@ -140,7 +140,7 @@ def watch(chains: Chains) -> None:
     chains.watch(CheckpointSaver, "begin", lambda: chains.note("the end of a step to the checkpoint writer"))
 
 
-ROUNDS_END = "the end of the rounds to a collective"
+ROUNDS_END = "the end of the inner loop to a collective"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import is_dtensor, to_local
+from unisono.distributed.process_group import PLAIN_TENSORS, to_local
 from unisono.exchange.base import Exchange, Spans, Weights
-from unisono.exchange.buckets import finite
+from unisono.exchange.buckets import finite, version_of
 from unisono.exchange.choose import build_exchange, choose_exchange, exchange_after_death
 from unisono.exchange.wrappers.context_sum import ContextSum
 from unisono.exchange.wrappers.custom import CustomExchange
@@ -72,7 +72,6 @@ class GradientPass:
             self.exchange = ContextSum(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not self.scattered else None
         self.finite, self.may_skip, self.seen = True, False, False
-        self._are_local = not any(map(is_dtensor, params))
         self._made: list[torch.Tensor | None] = []  # the gradients, when they became whole
         self._versions: list[int] = []  # of these
         self._token = torch.zeros(1, device=mesh.world.device)
@@ -163,7 +162,7 @@ class GradientPass:
                 layer.assign_gradients(ours)
                 layer.reshard()
         self._made = [p.grad for p in self.params]
-        self._versions = self._versions_of(self._made)
+        self._versions = _versions_of(self._made)
 
     # -- the update
 
@@ -173,19 +172,13 @@ class GradientPass:
         # the exchange knows what it has made, but not what the loop has written there since
         grads = [p.grad for p in self.params]
         untouched = len(made) == len(grads) and all(map(is_, grads, made))
-        untouched = untouched and self._versions_of(grads) == self._versions
+        untouched = untouched and _versions_of(grads) == self._versions
         if self.finite and untouched:
             return ""
         found = next((self._describe(p) for p in self.params if not _finite(p)), "")
         if not self.finite:  # all processes know that, but it may be in the part of another one
             found = next((other for other in self.mesh.world.all_gather_object(found) if other), "")
         return found
-
-    def _versions_of(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
-        """Return the version counters of gradients."""
-        if not self._are_local:
-            grads = [to_local(grad) for grad in grads]
-        return [0 if grad is None else grad._version for grad in grads]
 
     def _describe(self, p: torch.nn.Parameter) -> str:
         """Describe a parameter whose gradient is not finite."""
@@ -202,6 +195,11 @@ class GradientPass:
     def close(self) -> None:
         """Close the exchange."""
         self.exchange.close()
+
+
+def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return the version counters of gradients."""
+    return [0 if g is None else version_of(g if type(g) in PLAIN_TENSORS else to_local(g)) for g in grads]
 
 
 def _finite(p: torch.nn.Parameter) -> bool:
