@@ -44,6 +44,7 @@ from benchmarks.tasks import TASKS, loss_of
 from unisono import phases
 from unisono.config import DivergenceSettings, Settings, WatchdogSettings
 from unisono.distributed.init import join_process_group as join
+from unisono.distributed.membership.heartbeats import Heartbeats
 from unisono.distributed.membership.membership import SCHEME, Membership, membership_of
 from unisono.environment import World
 from unisono.launcher import failure_record
@@ -68,20 +69,18 @@ class Threads:
     def __init__(self, world: World, membership: Membership, place: Path) -> None:
         self.world, self.membership, self.place = world, membership, place
         self.used = {"heartbeat": 0.0, "watch": 0.0}
-        membership._stopped.set()  # ends the heartbeat that is running
+        membership._heartbeats.stop()
 
     @contextmanager
     def on(self) -> Iterator[None]:
         with StatusThread(WatchdogSettings(), self.world) as watch:
-            self.membership._stopped.clear()
-            beat = threading.Thread(target=self.membership._send_heartbeats, name="membership", daemon=True)
-            beat.start()
-            clocks = {"heartbeat": clock_of(beat), "watch": clock_of(watch._thread)}
+            beats = Heartbeats(self.membership._send, self.membership._timeout)
+            clocks = {"heartbeat": clock_of(beats.thread), "watch": clock_of(watch._thread)}
             yield
             for name, clock in clocks.items():
                 self.used[name] += time.clock_gettime(clock)
-            self.membership._stopped.set()
-            beat.join()
+            beats.stop()
+            beats.thread.join()
         self.place.unlink(missing_ok=True)  # so the lookout has nothing to read
 
 

@@ -56,11 +56,11 @@ from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
-from unisono.train.guarantees.promise import result as result_of
 from unisono.train.guarantees.run_identity import agree, describe_environment
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.loop import choose_loop
 from unisono.train.run import Run
+from unisono.train.state.run_result import result as result_of
 
 S = TypeVar("S", bound=Settings)
 

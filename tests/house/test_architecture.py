@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 import unisono
 from tests.house.sources import LIBRARY, ROOT, files, place, tree
 from tests.house.test_stairs import imports
@@ -28,12 +26,12 @@ METHODS = 20  # of a class, properties included
 
 LARGE_CLASSES = {
     "unisono.distributed.collectives.Collectives": (5, 27),
-    "unisono.distributed.membership.membership.Membership": (21, 21),
+    "unisono.distributed.membership.membership.Membership": (21, 20),
     "unisono.exchange.compression.compressed.CompressedTree": (23, 19),
     "unisono.exchange.reproducible_sum.ReproducibleSum": (22, 16),
     "unisono.exchange.tree.reduce_scatter.ReduceScatterTree": (17, 12),
-    "unisono.exchange.tree.tree_fold.TreeExchange": (19, 19),
-    "unisono.exchange.tree.tree_transport.TreeTransport": (26, 11),
+    "unisono.exchange.tree.tree_exchange.TreeExchange": (19, 19),
+    "unisono.exchange.tree.tree_allreduce.TreeAllReduce": (26, 11),
     "unisono.launcher.supervisor._Supervisor": (16, 24),
     "unisono.local_sgd.sites.LocalSGD": (16, 21),
     "unisono.monitor.progress.Progress": (18, 14),
@@ -41,19 +39,16 @@ LARGE_CLASSES = {
     "unisono.param_server.async_server.FirstServer": (19, 18),
     "unisono.train.balance.rebalance.Rebalancer": (16, 8),
     "unisono.train.batches.batch_source.BatchSource": (16, 20),
-    "unisono.train.gradient_pass.GradientPass": (19, 14),
+    "unisono.train.gradient_pass.GradientPass": (18, 13),
     "unisono.train.loop.SyncLoop": (3, 22),
     "unisono.train.modules.models.Models": (23, 18),
     "unisono.train.modules.module_attributes.ModuleAttributes": (18, 17),
-    "unisono.train.state.run_state.RunState": (15, 21),
     "unisono.train.step.Step": (2, 37),
     "unisono.train.verification.verification.Verification": (15, 21),
 }
 """Classes over a limit: (attributes, methods). A ratchet."""
 PRIVATE_ACCESSES = 63
 """Accesses of another object's private names (ruff's SLF001), those of torch's objects included. A ratchet."""
-NOT_IMPERATIVE = 39
-"""Docstrings that do not begin with an imperative (ruff's D401). A ratchet."""
 RUN_TIME_CLASSES = ["unisono/parallel/pipeline_parallel/fx_partition.py"]
 """Files with a class made at run time. This one observes which attributes a module of the script reads. A ratchet."""
 CYCLES: set[str] = set()
@@ -123,18 +118,12 @@ def test_a_cycle_is_found() -> None:
     assert not cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()})
 
 
-def ruff(rule: str) -> Counter[str]:
-    """Count the breaches of one of ruff's rules in the library, by file."""
-    command = [sys.executable, "-m", "ruff", "check", "--select", rule, "--output-format", "json", "--exit-zero"]
+def test_accesses_of_private_names_do_not_grow() -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--select", "SLF001", "--output-format", "json", "--exit-zero"]
     done = subprocess.run([*command, str(LIBRARY)], capture_output=True, text=True, check=True, cwd=ROOT)
-    return Counter(str(Path(found["filename"]).relative_to(ROOT)) for found in json.loads(done.stdout))
-
-
-@pytest.mark.parametrize(("rule", "limit"), [("SLF001", PRIVATE_ACCESSES), ("D401", NOT_IMPERATIVE)])
-def test_breaches_of_a_rule_of_ruff_do_not_grow(rule: str, limit: int) -> None:
-    found = ruff(rule)
-    assert found.total() <= limit, found.most_common()
-    assert found.total() == limit, f"lower the ratchet of {rule} to {found.total()}"
+    found = Counter(str(Path(each["filename"]).relative_to(ROOT)) for each in json.loads(done.stdout))
+    assert found.total() <= PRIVATE_ACCESSES, found.most_common()
+    assert found.total() == PRIVATE_ACCESSES, f"lower the ratchet to {found.total()}"
 
 
 def class_size(node: ast.ClassDef) -> tuple[int, int]:

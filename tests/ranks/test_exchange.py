@@ -18,8 +18,9 @@ from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.environment import World
 from unisono.errors import LoopError
 from unisono.exchange.bucket_readiness import BucketReadiness
-from unisono.exchange.buckets import BucketLayout, FlatGradient
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.buckets import BucketLayout
+from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Node, fold
 from unisono.testing import run_ranks

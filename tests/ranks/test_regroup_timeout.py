@@ -14,14 +14,14 @@ import torch
 from tests.ranks.elastic import ElasticProcesses
 from tests.ranks.test_membership import confirm, total
 from unisono.distributed.init import join_process_group as join
-from unisono.distributed.membership import membership, regroup_timeout
+from unisono.distributed.membership import heartbeats, membership, regroup_timeout
 from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.environment import World
 
 
 def hurry() -> None:
     """Shorten the time limits in this process to a second."""
-    regroup_timeout.FORM_SECONDS, membership.BEAT_SECONDS = 1.0, 0.1
+    regroup_timeout.FORM_SECONDS, heartbeats.BEAT_SECONDS = 1.0, 0.1
 
 
 def send_into_the_end(world: World) -> int:

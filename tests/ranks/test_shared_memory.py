@@ -20,7 +20,7 @@ from unisono.distributed.process_group import wrap_peer_errors
 from unisono.distributed.shared_memory import LABEL, SharedMemory, SharedName, find_neighbors, map_shared_memory
 from unisono.environment import World
 from unisono.errors import PeerLostError, WorldError
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.testing import run_ranks
 
 

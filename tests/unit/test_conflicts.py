@@ -10,7 +10,7 @@ import pytest
 from unisono.config import CommandLine, Settings, flatten
 from unisono.config.conflicts import CONFLICTS, Condition, Conflict, conflicts_among
 from unisono.config.entries import library_settings
-from unisono.config.exchanges import DIVIDING_AXES, EXCHANGES, ExchangeName
+from unisono.config.exchange_registry import DIVIDING_AXES, EXCHANGES, ExchangeName
 from unisono.config.value_types import choices_of
 from unisono.exchange.choose import exchange_class
 

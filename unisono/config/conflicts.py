@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from unisono.config.command_line import CommandLine
-from unisono.config.exchanges import DIVIDING_AXES, EXCHANGES
+from unisono.config.exchange_registry import DIVIDING_AXES, EXCHANGES
 from unisono.config.schema import CompressSettings, Settings
 from unisono.config.value_types import shown
 from unisono.errors import Problem

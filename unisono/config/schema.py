@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from unisono.config.exchanges import ExchangeName
+from unisono.config.exchange_registry import ExchangeName
 
 T = TypeVar("T")
 

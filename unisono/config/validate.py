@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from unisono.config.command_line import CommandLine
 from unisono.config.conflicts import conflicts_among
 from unisono.config.entries import SettingEntry, entries_of, example_of, flatten
-from unisono.config.exchanges import DIVIDING_AXES
+from unisono.config.exchange_registry import DIVIDING_AXES
 from unisono.config.mesh_shape import MeshShape
 from unisono.config.resolve import NOT_GIVEN, LoadedSettings, SettingsSources
 from unisono.config.schema import ParallelSettings, Settings

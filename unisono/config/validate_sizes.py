@@ -67,7 +67,7 @@ def choose_mesh(values: Mapping[str, Any], size: int, line: CommandLine) -> tupl
 
 
 def check_batch(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
-    """A virtual rank needs at least one sample."""
+    """Refuse a batch with fewer samples than virtual ranks."""
     ranks, batch = values.get("virtual_ranks"), values.get("batch")
     if ranks is None or batch is None or not ranks > batch >= 1:
         return []

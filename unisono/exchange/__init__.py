@@ -1,1 +1,1 @@
-"""Exchanges: how the processes of a run average their gradients. config/exchanges.py lists them."""
+"""Exchanges: how the processes of a run average their gradients. config/exchange_registry.py lists them."""

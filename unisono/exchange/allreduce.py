@@ -13,7 +13,8 @@ import torch
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout, FlatGradient, divide_
+from unisono.exchange.buckets import BucketLayout, divide_
+from unisono.exchange.gradient_accumulation import FlatGradient
 
 
 class AllReduce(BucketedExchange):

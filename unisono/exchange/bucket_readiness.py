@@ -8,7 +8,8 @@ import torch
 
 from unisono.errors import LoopError
 from unisono.exchange.base import Exchange
-from unisono.exchange.buckets import BucketLayout, FlatGradient, LooseGradient
+from unisono.exchange.buckets import BucketLayout
+from unisono.exchange.gradient_accumulation import FlatGradient, LooseGradient
 
 
 class BucketReadiness:

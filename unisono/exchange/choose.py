@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unisono.config.exchanges import EXCHANGES
+from unisono.config.exchange_registry import EXCHANGES
 from unisono.distributed.process_group import ProcessGroup, is_dtensor
 from unisono.errors import LoopError
 from unisono.exchange.base import Exchange

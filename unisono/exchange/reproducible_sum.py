@@ -44,7 +44,8 @@ from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.errors import LoopError
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout, FlatGradient, LooseGradient, blocks, finite
+from unisono.exchange.buckets import BucketLayout, blocks, finite
+from unisono.exchange.gradient_accumulation import FlatGradient, LooseGradient
 
 ROOM = 8
 """Bits by which a tensor's largest element may grow from one step to the next before it needs a window of its own."""

@@ -22,7 +22,7 @@ import torch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 from unisono.exchange.base import Spans, Weights
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.exchange.wrappers.exchange_wrapper import ExchangeWrapper
 
 

@@ -11,9 +11,9 @@ the mean gradient, steps the optimizer, and hands out what came of it. Two worke
               p         <--pull: after the update------------  server 0  (to the other servers as well)
               q         <--pull-----------------------------   server 1
 
-Virtual ranks are dealt to the workers only. What travels are the tree's partial sums (tree_fold.py), bucket by bucket
-while the last backward still runs, and a server adds them up in the tree's order, whichever comes first: so the bits
-are those of exchange=tree, on any number of workers and servers.
+Virtual ranks are assigned to the workers only. Workers send the partial sums of the tree (tree_exchange.py), bucket by
+bucket, while the last backward still runs. A server adds them up in the order of the tree, in whatever order they
+arrive. So the bits are those of exchange=tree, on any number of workers and servers.
 
 The gradient is where the optimizer is: after the rounds `p.grad` is the mean gradient on the server that holds p, and
 None elsewhere, and torch's optimizers pass over a parameter without a gradient. So a worker's `optimizer.step()` does
@@ -37,9 +37,10 @@ import torch
 from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
 from unisono.distributed.roles import RoleGroup
 from unisono.exchange.base import Weights
-from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, divide_
-from unisono.exchange.tree.tree_fold import TreeExchange
-from unisono.exchange.tree.tree_transport import IN_FLIGHT
+from unisono.exchange.buckets import BucketLayout, blocks, divide_
+from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.tree.tree_allreduce import IN_FLIGHT
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.reduction_tree import Plan
 from unisono.tensors.flat import FlatTensors
 from unisono.tensors.spec import TensorSpec

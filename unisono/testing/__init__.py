@@ -90,7 +90,7 @@ _context.set_forkserver_preload(
         *(
             "unisono.train.run",
             "unisono.entrypoint",
-            "unisono.parallel.pipeline_parallel.stage",
+            "unisono.parallel.pipeline_parallel.schedule",
             "unisono.parallel.tensor_parallel.tensor_parallel",
         ),
         "pytest",  # the test module imports it, which takes 0.1 s on every rank
@@ -190,7 +190,7 @@ def close_run(run: Run[Any]) -> None:
 
 def run_result(run: Run[Any]) -> dict[str, Any]:
     """Return what goes into result.json."""
-    from unisono.train.guarantees.promise import result
+    from unisono.train.state.run_result import result
 
     return result(run.context)
 

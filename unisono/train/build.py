@@ -33,6 +33,7 @@ from unisono.train.loop import SyncLoop
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
+from unisono.train.state.resume import check_exchange, check_length, check_ties
 from unisono.train.step import Step, StepParts
 from unisono.train.verification.verification import build_verification
 
@@ -139,9 +140,9 @@ def _check_identity(context: RunContext, data: Any, length: int, custom: CustomE
     identity["length"] = data.shape if isinstance(data, Stream) else length
     identity["ties"] = context.models.ties or "none"
     identity["own exchange"] = context.exchange_states.own = custom.name if custom is not None else "none"
-    progress.changes += state.check_length(identity["length"], context.accepted)
-    progress.changes += state.check_ties(identity["ties"])
-    progress.changes += state.check_exchange(identity["own exchange"], context.accepted)
+    progress.changes += check_length(state.resumed, identity["length"], context.accepted)
+    progress.changes += check_ties(state.resumed, identity["ties"])
+    progress.changes += check_exchange(state.resumed, identity["own exchange"], context.accepted)
 
 
 def shell_path(path: Path, folder: str) -> str:

@@ -63,7 +63,7 @@ class Recovery(Protocol):
         ...
 
     def completed(self) -> None:
-        """A collective or a pass is complete on all processes."""
+        """Note that a collective or a pass is complete on all processes."""
         ...
 
     def admit_joiners(self) -> None:

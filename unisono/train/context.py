@@ -57,7 +57,7 @@ class RunLoop(Protocol):
     saves: bool
 
     def attach(self, context: RunContext) -> None:
-        """The context of the run is built, and nothing is loaded yet."""
+        """Add what belongs to this loop to the context, before anything is loaded."""
         ...
 
     def as_one(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -69,15 +69,15 @@ class RunLoop(Protocol):
         ...
 
     def finish(self, context: RunContext) -> None:
-        """The script has returned: no more steps follow."""
+        """Finish training: the script has returned."""
         ...
 
     def end_early(self, context: RunContext) -> None:
-        """The script has left its loop with break, after an update."""
+        """Finish the last step of a loop that was left with break, after its update."""
         ...
 
     def wake(self) -> None:
-        """A signal came: end a wait for messages."""
+        """End a wait for messages, because a signal came."""
         ...
 
     def promise(self, context: RunContext) -> tuple[str, str] | None:

@@ -42,7 +42,7 @@ class Extension:
     """An optional feature of the training loop: override the hooks that it needs."""
 
     def before_step(self, step: StepState) -> None:
-        """A step begins; the script has not seen it. Raise RunStopped to end the loop."""
+        """Prepare for a step, before the script sees it. Raise RunStopped to end the loop."""
 
     def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterable[Any]:
         """Yield batches that the script's loop computes before the step's first pass, and that do not count."""
@@ -53,42 +53,42 @@ class Extension:
         return rounds
 
     def backward(self, step: StepState, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """The script has called `step.backward` with this sum of losses; its backward pass comes next."""
+        """Observe a call of `step.backward` with this sum of losses, before its backward pass."""
 
     def round_done(self, step: StepState, place: MicroBatchId) -> None:
-        """A micro-batch of a pass is computed."""
+        """Observe the end of a micro-batch of a pass."""
 
     def before_sync(self, step: StepState, gradient: GradientPass) -> None:
-        """The micro-batches of a pass are done, and the processes are about to exchange what they have."""
+        """Prepare for the exchange of a pass, whose micro-batches are done."""
 
     def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
-        """The gradient of a pass is whole on all processes. `step.passes` is the number of the pass."""
+        """Observe the gradient of pass `step.passes`, which is whole on all processes."""
 
     def closing_rounds(self, step: StepState, gradient: GradientPass) -> Iterable[Any]:
         """Yield batches that the script's loop computes after the step's first pass, and that do not count."""
         return ()
 
     def before_update(self, step: StepState, gradients: Sequence[GradientPass]) -> None:
-        """An update is about to use these gradients."""
+        """Observe gradients that an update is about to use."""
 
     def stepping(self, optimizer: Any) -> AbstractContextManager[None]:
         """Return a block in which an optimizer makes its step."""
         return UNWATCHED
 
     def updated(self, step: StepState) -> None:
-        """An update is made, and its gradients are released."""
+        """Observe that an update is made, and its gradients are released."""
 
     def step_ended(self, step: StepState) -> None:
-        """The script asks for the next step, and this one has its update. Raise RunStopped to end the loop."""
+        """Finish a step that has its update: the script asks for the next one. Raise RunStopped to end the loop."""
 
     def after_step(self, step: StepState) -> None:
-        """The step is counted in the progress of the run."""
+        """Observe a step that is counted in the progress of the run."""
 
     def between_steps(self, steps_done: int) -> None:
         """All processes have done so many steps, checkpoints are written, and more steps follow."""
 
     def before_save(self, steps_done: int) -> None:
-        """A checkpoint is about to be written. All processes call this together."""
+        """Prepare for a checkpoint that is about to be written. All processes call this together."""
 
     def regrouped(self, first: int, *, failed: bool) -> None:
         """Other processes make the steps from step `first` on, since some died or joined.
@@ -100,7 +100,7 @@ class Extension:
         """Wait for messages that are under way: the script has returned."""
 
     def failed(self, error: Exception) -> None:
-        """The script has raised an error that ends this process."""
+        """Observe an error of the script that ends this process."""
 
     def close(self) -> None:
         """Release everything; closing twice changes nothing."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
 
 from unisono.distributed.mesh import Mesh
-from unisono.distributed.process_group import PLAIN_TENSORS, to_local
+from unisono.distributed.process_group import to_local
 from unisono.exchange.base import Exchange, Spans, Weights
-from unisono.exchange.buckets import finite, version_of
+from unisono.exchange.buckets import finite
 from unisono.exchange.choose import build_exchange, choose_exchange, exchange_after_death
 from unisono.exchange.wrappers.context_sum import ContextSum
 from unisono.exchange.wrappers.custom import CustomExchange
 from unisono.exchange.wrappers.per_stage import NoExchange, PerStageExchange
+from unisono.train.guarantees.finite_gradients import FiniteCheck
 
 if TYPE_CHECKING:
     from unisono.config import Settings
@@ -72,8 +72,7 @@ class GradientPass:
             self.exchange = ContextSum(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not self.scattered else None
         self.finite, self.may_skip, self.seen = True, False, False
-        self._made: list[torch.Tensor | None] = []  # the gradients, when they became whole
-        self._versions: list[int] = []  # of these
+        self._finite_check = FiniteCheck()
         self._token = torch.zeros(1, device=mesh.world.device)
 
     @property
@@ -131,7 +130,7 @@ class GradientPass:
             self.gather_order.end_step()
 
     def agree(self, is_finite: bool, *, unused: bool) -> None:
-        """The exchange has finished: agree with all processes that each of them holds the whole gradient.
+        """Agree with all processes that each of them holds the whole gradient, after the exchange.
 
         Args:
             is_finite: whether this process's part of the gradient is finite.
@@ -161,30 +160,13 @@ class GradientPass:
             for layer in self.gathered:
                 layer.assign_gradients(ours)
                 layer.reshard()
-        self._made = [p.grad for p in self.params]
-        self._versions = _versions_of(self._made)
+        self._finite_check.note(self.params)
 
     # -- the update
 
     def find_not_finite(self) -> str:
         """Describe the first parameter whose gradient is not finite, the same on all processes; "": there is none."""
-        made, self._made = self._made, []
-        # the exchange knows what it has made, but not what the loop has written there since
-        grads = [p.grad for p in self.params]
-        untouched = len(made) == len(grads) and all(map(is_, grads, made))
-        untouched = untouched and _versions_of(grads) == self._versions
-        if self.finite and untouched:
-            return ""
-        found = next((self._describe(p) for p in self.params if not _finite(p)), "")
-        if not self.finite:  # all processes know that, but it may be in the part of another one
-            found = next((other for other in self.mesh.world.all_gather_object(found) if other), "")
-        return found
-
-    def _describe(self, p: torch.nn.Parameter) -> str:
-        """Describe a parameter whose gradient is not finite."""
-        assert p.grad is not None
-        count = int((~torch.isfinite(to_local(p.grad).to_dense())).sum())
-        return f"{self.names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has {count}"
+        return self._finite_check.find(self.params, self.names, self.mesh.world, was_finite=self.finite)
 
     def zero(self) -> None:
         """Release the gradient: the optimizers have stepped."""
@@ -195,12 +177,3 @@ class GradientPass:
     def close(self) -> None:
         """Close the exchange."""
         self.exchange.close()
-
-
-def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the version counters of gradients."""
-    return [0 if g is None else version_of(g if type(g) in PLAIN_TENSORS else to_local(g)) for g in grads]
-
-
-def _finite(p: torch.nn.Parameter) -> bool:
-    return p.grad is None or finite(to_local(p.grad))

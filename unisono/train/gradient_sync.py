@@ -162,7 +162,7 @@ class GradientSync:
     # -- a pass
 
     def begin(self, step: StepState, gradient: GradientPass, assignment: Assignment) -> None:
-        """A pass begins, with these virtual ranks."""
+        """Begin a pass, with these virtual ranks."""
         self.begin_exchange(gradient, assignment)
         if self.settings.virtual_ranks > 1:
             bounds = self._checks.order.micro_bounds
@@ -170,7 +170,7 @@ class GradientSync:
             self._checks.begin(gradient)
 
     def begin_exchange(self, gradient: GradientPass, assignment: Assignment) -> None:
-        """The exchange of a pass begins, or begins again after a death."""
+        """Begin the exchange of a pass, or begin it again after a death."""
         span = assignment.span
         gradient.begin(assignment.spans, assignment.pieces, lambda: self.step_sync.weights(span) * self.scale.value)
         self.models.busy = True
@@ -218,7 +218,7 @@ class GradientSync:
         return monitor is not None and monitor.join_requested
 
     def commit(self, step: StepState, gradient: GradientPass) -> None:
-        """The gradient is whole on all processes: apply what this process does by itself."""
+        """Apply what this process does by itself when the gradient is whole on all processes."""
         exchange = gradient.exchange
         self.step_sync.forget()
         self._progress.bytes_sent += exchange.sent

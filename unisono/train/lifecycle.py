@@ -8,7 +8,7 @@ from unisono.train.state.save_state import finish_saving, save_checkpoint
 
 
 def finish(context: RunContext) -> None:
-    """The script has returned. If it left its loop with break, save what its last step did as well."""
+    """Finish a run whose script has returned. If it left its loop with break, save its last step as well."""
     for attempt in context.collective.attempts("the script's end"):
         with attempt:
             pass
@@ -36,7 +36,7 @@ def was_finished_before(context: RunContext) -> bool:
 
 
 def leave(context: RunContext) -> None:
-    """A signal came: save and leave after the step under way, if there is one, and something is left to save."""
+    """Handle a signal: save and leave after the step under way, if there is one, and something is left to save."""
     progress = context.progress
     if progress.is_over:
         return

@@ -16,7 +16,7 @@ import torch
 
 from unisono import phases
 from unisono.config import Settings
-from unisono.config.exchanges import EXCHANGES
+from unisono.config.exchange_registry import EXCHANGES
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import RunStopped
 from unisono.plan.assignment import Spans, assign_evenly
@@ -50,10 +50,10 @@ class SyncLoop:
     # -- before the loop
 
     def attach(self, context: RunContext) -> None:
-        """The context of the run is built: add what belongs to this loop."""
+        """Add what belongs to this loop to the context, before anything is loaded."""
 
     def place(self, model: torch.nn.Module) -> None:
-        """A model was placed."""
+        """Prepare a model that was placed."""
 
     def track(self, things: Iterable[Any]) -> None:
         """Objects are about to be tracked; raise LoopError for one that this loop does not support."""
@@ -120,18 +120,17 @@ class SyncLoop:
             ended(state)
 
     def begin(self, context: RunContext, parts: StepParts) -> None:
-        """The loop begins: everything that the script tracks is known, and loaded."""
-        context.state.begin()
+        """Begin the loop, when everything that the script tracks is known and loaded."""
         progress = context.progress
         progress.changes += [
-            {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.changes
+            {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.begin()
         ]
         seen = parts.checks.order.samples(progress.steps_done)
         context.monitor.begin(progress.last, progress.steps_done, seen, resumed=progress.resumed_at > 0)
         progress.began = time.perf_counter()
 
     def end(self, parts: StepParts) -> None:
-        """The last step is done, and saved: loader workers may go."""
+        """End the loop: stop the loader workers."""
         parts.source.close()
 
     @staticmethod
@@ -180,14 +179,14 @@ class SyncLoop:
         """No more steps follow: leave all processes with the same model."""
 
     def end_early(self, context: RunContext) -> None:
-        """The script has left its loop with break, after an update."""
+        """Finish the last step of a loop that was left with break, after its update."""
         if context.progress.done is not None:
             self.sync_point(context, context.progress.done)
 
     # -- what comes out
 
     def wake(self) -> None:
-        """A signal came: end a wait for messages."""
+        """End a wait for messages, because a signal came."""
 
     def promise(self, context: RunContext) -> tuple[str, str] | None:
         """Return what the loop promises, and why; None: that follows from the exchange and the layout."""
@@ -199,7 +198,7 @@ class SyncLoop:
 
 
 def choose_loop(settings: Settings, group: ProcessGroup) -> SyncLoop:
-    """Build the loop that the exchange of these settings needs (config/exchanges.py).
+    """Build the loop that the exchange of these settings needs (config/exchange_registry.py).
 
     Args:
         settings: of the run.

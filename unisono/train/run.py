@@ -25,11 +25,11 @@ from unisono.train.evaluation.collective_pass import collective_pass
 from unisono.train.evaluation.evaluate import Measure, evaluate
 from unisono.train.evaluation.model_call import Forward
 from unisono.train.evaluation.predict import predict
-from unisono.train.guarantees.promise import plain
 from unisono.train.guarantees.user_errors import check_shapes
 from unisono.train.loop import SyncLoop
 from unisono.train.modules.buffer_sync import refuse_sync
 from unisono.train.pipelining.stage_timing import TimingExample
+from unisono.train.state.run_result import plain
 from unisono.train.step import Step
 
 if TYPE_CHECKING:

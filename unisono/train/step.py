@@ -262,7 +262,7 @@ class Step:
         return wrap_peer_errors(f"Step {self._state.number}'s exchange")
 
     def _end_rounds(self, gradient: GradientPass) -> None:
-        """The micro-batches are done, and the processes are about to exchange what they have."""
+        """End the inner loop: the processes are about to exchange what they have."""
         self._state.ready = False
         phases.position.virtual_rank = None
         phases.enter("exchange")
@@ -270,7 +270,7 @@ class Step:
             before(self._state, gradient)
 
     def _complete(self, gradient: GradientPass) -> None:
-        """The gradient of the pass is whole on all processes."""
+        """Complete a pass whose gradient is whole on all processes."""
         state, parts = self._state, self._parts
         parts.sync.commit(state, gradient)
         parts.recovery.completed()

@@ -115,7 +115,7 @@ class StepSync:
     # -- how it is laid out
 
     def configure(self, *, pieces: int = 1, modes: ModeCheck | None = None) -> None:
-        """The loop is built: `pieces` and `modes` as in the class."""
+        """Set what is known once the loop is built: `pieces` and `modes` as in the class."""
         self.pieces, self.modes = pieces, modes
 
     def expect_reports(self, numbers: int) -> None:
@@ -151,13 +151,13 @@ class StepSync:
         return row
 
     def keep_partial(self, step: int, virtual_ranks: Collection[int]) -> None:
-        """A step continues after a death: what these virtual ranks added still counts, all else is added again."""
+        """Keep what these virtual ranks added, when a step continues after a death. All else is added again."""
         known = self._entries or self._last
         self._entries = [e for e in known if e[0].step == step and e[0].virtual_rank in virtual_ranks]
         self._last = []
 
     def forget(self) -> None:
-        """The step's pass is whole: nothing of it will be added up again."""
+        """Forget the rows of a pass that is whole: they will not be added up again."""
         self._last = []
 
     def broadcast(self, line: ProcessGroup) -> None:

@@ -26,7 +26,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import Message, ProcessGroup, wait_for, wrap_peer_errors
 from unisono.distributed.ring_allreduce import ring_all_reduce_
 from unisono.environment import World
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.assignment import assign_evenly
 
 BUDGET_SECONDS = 0.2

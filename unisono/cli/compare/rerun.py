@@ -21,7 +21,7 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
 from unisono.config import ENVIRONMENT, CommandLine
 from unisono.config import read as read_settings
-from unisono.config.exchanges import EXCHANGES
+from unisono.config.exchange_registry import EXCHANGES
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome

@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from unisono.distributed.membership.heartbeats import Heartbeats
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
 from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup, SendWork, Work
@@ -56,9 +57,6 @@ from unisono.errors import PeerLostError, RunStopped, WorldError, is_connection_
 
 SCHEME = "unix://"
 """Prefix of the address of a rendezvous server."""
-
-BEAT_SECONDS = 1.0
-"""Between two heartbeats."""
 
 CONFIRM_SECONDS = 5.0
 """A broken connection is a lost peer if the rendezvous server confirms it within this time; else it is an error."""
@@ -114,7 +112,7 @@ class Membership:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(path)
         self._send_lock = threading.Lock()
-        self._stopped, self._released = threading.Event(), threading.Event()
+        self._released = threading.Event()
         self._timeout = RegroupTimeout(
             lambda: self.store.requests,
             lambda: self.store.waits_for_peer,
@@ -122,8 +120,8 @@ class Membership:
             anywhere=self.async_errors,
         )
         self._send(register=self.number, joins=self.joins, slot=world.rank)
-        for target in (self._listen, self._send_heartbeats):
-            threading.Thread(target=target, name="membership", daemon=True).start()
+        threading.Thread(target=self._listen, name="membership", daemon=True).start()
+        self._heartbeats = Heartbeats(self._send, self._timeout)
         os.register_at_fork(after_in_child=self._disconnect_fork)
 
     @property
@@ -183,12 +181,6 @@ class Membership:
                     duplicate.shutdown(socket.SHUT_RD)
             self._sockets = set()
 
-    def _send_heartbeats(self) -> None:
-        while not self._stopped.wait(BEAT_SECONDS):
-            self._send(heartbeat=1)
-            if activity := self._timeout.check():
-                self._send(stuck=activity)
-
     def _send(self, **message: Any) -> None:
         try:
             with self._send_lock:
@@ -198,7 +190,7 @@ class Membership:
 
     def _disconnect_fork(self) -> None:
         """Close the connections in a forked child (a loader worker), whose life does not matter to the server."""
-        self._stopped.set()
+        self._heartbeats.stop()
         self._connection.close()
         self.store.close()
 
@@ -332,7 +324,7 @@ class Membership:
         self._send(leave=1)
         if dist.is_initialized():  # parameter servers and workers have left before, and one of them may hang
             self._released.wait(LEAVE_SECONDS)
-        self._stopped.set()
+        self._heartbeats.stop()
         leave_group(abort=self.async_errors)
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)

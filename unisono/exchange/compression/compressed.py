@@ -28,10 +28,11 @@ from unisono.config import CompressSettings
 from unisono.distributed.process_group import Message, ProcessGroup
 from unisono.exchange.base import Spans, Weights
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import ALIGN, BucketLayout, FlatGradient, FlatGradientPool, LooseGradient, finite
+from unisono.exchange.buckets import ALIGN, BucketLayout, finite
 from unisono.exchange.compression.block_quantizer import BLOCK
 from unisono.exchange.compression.compressors import build_compressor, flatten, unflatten
 from unisono.exchange.compression.node_owners import NodeOwners, moves, tree_nodes
+from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
 from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold, Node, Plan, fold
 

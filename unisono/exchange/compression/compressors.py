@@ -14,10 +14,11 @@ import torch
 
 from unisono.config import CompressSettings
 from unisono.distributed.process_group import Message
-from unisono.exchange.buckets import BucketLayout, FlatGradient
+from unisono.exchange.buckets import BucketLayout
 from unisono.exchange.compression.block_quantizer import BLOCK, QUANTIZERS
 from unisono.exchange.compression.node_owners import NodeOwners
 from unisono.exchange.compression.powersgd import first_q, next_q, orthogonalize, shape_of
+from unisono.exchange.gradient_accumulation import FlatGradient
 from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold
 

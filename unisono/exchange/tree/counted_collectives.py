@@ -24,7 +24,7 @@ class CountedCollectives:
         wait_for(self.group.send_and_receive(sends, receives))
 
     def reduce_by_plan(self, plan: Plan, roots: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all leaves of a plan: the drawing in exchange/tree/tree_fold.py, for one bucket.
+        """Return the sum over all leaves of a plan: the drawing in exchange/tree/tree_exchange.py, for one bucket.
 
         Args:
             plan: Which process holds which partial sums.

@@ -7,7 +7,7 @@ leaves (`continue_after_death`; train/recovery/step_recovery.py).
 The sum is the tree's, to the bit. The partial sums of a process are known only when all leaves are done, so all
 messages leave then, and none while backward still runs:
 
-    process 0   v0 v1 v2 v3 . . v6       (0,4) (6,7)     owner of      as in tree_fold.py, with these partial sums
+    process 0   v0 v1 v2 v3 . . v6       (0,4) (6,7)     owner of      as in tree_exchange.py, with these partial sums
     process 1   v4 v5 . .                (4,6)           each leaf
     process 2   v7 (slow)                (7,8)         ------------>
 """
@@ -21,8 +21,8 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange.base import Spans, Weights
-from unisono.exchange.buckets import FlatGradient
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.reduction_tree import Node, NodeHeap, ScatteredPlan
 
 

@@ -103,7 +103,7 @@ class Rebalancer(Extension):
             self.apply(step.number, step.totals.reports)
 
     def apply(self, step: int, reports: Sequence[Sequence[float]]) -> None:
-        """A step is over: assign virtual ranks otherwise, if that pays. `reports` are those of all processes."""
+        """Assign virtual ranks otherwise after a step, if that pays. `reports` are those of all processes."""
         seconds = [took for took, _, _ in reports]
         self.source.stealing.observe(self.source.schedule.at(step), seconds, reports[0][2])
         spans = self.balancer.record(seconds[self.servers :]) if self.balancer is not None else None

@@ -25,13 +25,13 @@ class StepTimer:
         self._events = [] if device.type == "cpu" else [torch.Event(device, enable_timing=True) for _ in range(3)]
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._began, self._waited, self._count = time.perf_counter(), phases.CommWait.seconds, 0
         if self._events:
             self._events[2].record()
 
     def done(self) -> None:
-        """A micro-batch of it is computed, or all orders for it are given."""
+        """Note that a micro-batch is computed, or that all its kernels are launched."""
         self._idle = phases.CommWait.seconds - self._waited
         self._busy = time.perf_counter() - self._began - self._idle
         if self._events:

@@ -33,7 +33,7 @@ class NoWorkStealing:
         raise AssertionError("no virtual rank is taken from another process")
 
     def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
-        """A step is over."""
+        """End a step."""
 
 
 class WorkStealing:
@@ -78,7 +78,7 @@ class WorkStealing:
                     yield open_ones[-self.tickets.next(f"{step % 2} back", home)], False
 
     def observe(self, spans: Spans, seconds: Sequence[float], wall: float) -> None:
-        """A step is over: decide whether stealing pays in the next one (plan/stealing_gain.py)."""
+        """Decide after a step whether stealing pays in the next one (plan/stealing_gain.py)."""
         was, self.on = self.on, self.gain.record(spans, seconds, wall)
         if was and not self.on:  # no process draws until it is on again, which all of them decide together
             self._renew(0, 1)

@@ -30,8 +30,9 @@ from unisono.parallel.layers import ForwardWrapper
 from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition
 from unisono.parallel.pipeline_parallel.metadata import PLAIN
 from unisono.parallel.pipeline_parallel.partition import Partition, StageInput
+from unisono.parallel.pipeline_parallel.schedule import PipelineSchedule
 from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
-from unisono.parallel.pipeline_parallel.stage import PipelineSchedule, Tensors
+from unisono.parallel.pipeline_parallel.stage_messages import Tensors
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.evaluation.model_call import Forward, call
@@ -101,7 +102,7 @@ class RngStart(NamedTuple):
 
 @dataclass
 class MicroBatchRun:
-    """One micro-batch on its way through the stages (a Job, parallel/pipeline_parallel/stage.py).
+    """One micro-batch on its way through the stages (a StageTask, parallel/pipeline_parallel/stage.py).
 
     start   the state of the generators when its forward pass begins; the same on all processes of the pipeline
     finish  returns the result of the last stage, from the micro-batch and the output
@@ -123,7 +124,7 @@ class MicroBatchRun:
 
     def forward(self, stage: int, received: Tensors) -> Tensors:
         phases.enter("forward" if self.gather is not None else "evaluate")
-        pipeline, device = self.pipeline, self.pipeline.line.device
+        pipeline, device = self.pipeline, self.pipeline.line.group.device
         *tensors, dice = received or [self.start.dice]
         set_state(self.start.others)
         set_rng_state(self.start.dice, device)
@@ -296,17 +297,17 @@ class Pipeline:
         """Make a forward pass outside of a step, without gradients. All processes call this, and get the output."""
 
         def ended(m: nn.Module, b: Any) -> Any:
-            return m(*b[0], **b[1]), get_rng_state(self.line.device)
+            return m(*b[0], **b[1]), get_rng_state(self.line.group.device)
 
         with torch.no_grad():
             found = self.outputs(model, [(args, kwargs)], [self.start()], ended)
             output, dice = self._everywhere(found[0] if found else None)
-        set_rng_state(dice, self.line.device)
+        set_rng_state(dice, self.line.group.device)
         return output
 
     def start(self) -> RngStart:
         """Return the current state of the generators."""
-        return RngStart(get_rng_state(self.line.device), get_state())
+        return RngStart(get_rng_state(self.line.group.device), get_state())
 
     def _everywhere(self, output: Any) -> Any:
         """Broadcast the output from the process with the last stage to all processes of the pipeline."""

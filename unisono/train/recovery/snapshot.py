@@ -24,7 +24,8 @@ from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.tensors.flat import FlatTensors
 from unisono.tensors.spec import TensorSpec
 from unisono.train.modules.buffer_sync import version
-from unisono.train.state.run_state import LAYOUT, RANDOM, keep_dtypes
+from unisono.train.state.resume import keep_dtypes
+from unisono.train.state.run_state import LAYOUT, RANDOM
 
 PART = "~part"
 """Marks a tensor that is a part of one that lies over several processes: {PART: it, LIKE: the weight it lies like}."""

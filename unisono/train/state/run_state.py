@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,12 @@ from unisono.checkpoint.storage import Storage, storage_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import is_dtensor
-from unisono.errors import CheckpointError, SettingsError
+from unisono.errors import CheckpointError
 from unisono.tensors.codec import TensorTable
 from unisono.train.modules.buffer_sync import version
 from unisono.train.pipelining.stage_state import LocalPart
 from unisono.train.state.parameter_layout import ParameterLayout
+from unisono.train.state.resume import LongerSchedules, keep_dtypes
 
 if TYPE_CHECKING:
     from unisono.config import CheckpointSettings
@@ -41,9 +41,6 @@ LAYOUT = "layout"
 
 ATTRIBUTES = "module_attributes"
 """The entry with Python attributes of modules, and with buffers that their state_dict leaves out."""
-
-LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
-"""Attributes in which torch's schedules keep the number of steps that they were made for."""
 
 
 class DividedState(Protocol):
@@ -70,11 +67,9 @@ class RunState:
         self.tracked: dict[str, Any] = {}
         self.stages: DividedState | None = None
         """Gathers and divides state, if pipeline stages or servers hold a part of the parameters each."""
-        self.stretched: list[Any] = []
+        self._schedules = LongerSchedules()
         self.own: Mapping[str, Mapping[str, Any]] = {}
         """State of this process's site alone, by name (local_sgd/sites.py). It overrides the state of all sites."""
-        self.changes: list[tuple[str, Any, Any]] = []
-        """(name, saved value, current value) of everything that differs from the checkpoint and changes bits."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
         self.saved_after: int | None = resumed.steps if resumed else None
         self.placed: Sequence[torch.nn.Module] = ()
@@ -130,7 +125,7 @@ class RunState:
             state = {**state, **self.own[name]}
         try:
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-                state = self._with_its_length(name, thing, state)
+                state = self._schedules.adapt(name, thing, state)
             if self.stages is not None:
                 state = self.stages.part(thing, state)
             if hasattr(thing, "param_groups"):
@@ -146,34 +141,15 @@ class RunState:
                 "resume with the script that began the run, or start a new run in another --run-dir.",
             ) from error
 
-    def _with_its_length(self, name: str, schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the saved state of a schedule, with the length that the schedule has now.
+    def begin(self) -> list[tuple[str, Any, Any]]:
+        """Everything is loaded: restore the parameter layout, and the learning rates of schedules made longer.
 
-        A script may make a schedule longer, as with `--resume --set steps=N`. With its old length OneCycleLR would
-        raise an error at its old end, and a cosine would rise again.
+        Returns:
+            (name, saved value, current value) of everything that differs from the checkpoint and changes bits.
         """
-        new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
-        if new and schedule not in self.stretched:
-            self.stretched.append(schedule)
-        self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
-        if "_schedulers" in state:  # of a SequentialLR, or a ChainedScheduler
-            inner = zip(schedule._schedulers, state["_schedulers"], strict=False)
-            new["_schedulers"] = [self._with_its_length(f"{name}.{i}", *pair) for i, pair in enumerate(inner)]
-        return {**state, **new}
-
-    def begin(self) -> None:
-        """Restore the parameter layout once everything is loaded, and the learning rates of schedules made longer.
-
-        torch's schedules multiply the last learning rate, so one that has reached 0 would stay there.
-        """
-        self.changes += self.layout.apply()
-        for thing in self.tracked.values():
-            active = _active_schedule(thing)
-            if active in self.stretched and hasattr(active, "_get_closed_form_lr"):
-                active._last_lr = thing._last_lr = active._get_closed_form_lr()
-                for group, lr in zip(active.optimizer.param_groups, active._last_lr, strict=True):
-                    group["lr"] = lr
-        self.stretched = []
+        changes = [*self._schedules.changes, *self.layout.apply()]
+        self._schedules.set_rates(self.tracked.values())
+        return changes
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
         """Raise CheckpointError if a placed model, an optimizer or a schedule that was stepped is not tracked."""
@@ -198,49 +174,6 @@ class RunState:
                 "a resume would silently begin with a new one.",
                 f"run.track({words}) before the loop.",
             )
-
-    def check_length(self, length: int | str, accepted: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the change of mathematics if the number of samples differs from that at the beginning of the run.
-
-        Raises:
-            SettingsError: it differs, and `accepted` does not contain "length".
-        """
-        before = self.resumed.about["identity"].get("length", length) if self.resumed else length
-        if before == length:
-            return []
-        if "length" not in accepted:
-            raise SettingsError(
-                f"Cannot resume with {length} samples of training data.",
-                f"The run was begun with {before}, and the order of all samples depends on it.",
-                "resume with the same data set, or add --accept-change length.",
-            )
-        return [{"step": self.saved_after or 0, "field": "length", "from": before, "to": length}]
-
-    def check_exchange(self, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the change of mathematics if the script's own exchange is another one than at the beginning.
-
-        Args:
-            name: of the exchange; "none": the script has none.
-            accepted: changes that the user accepts.
-
-        Raises:
-            SettingsError: it differs, and `accepted` does not contain "exchange".
-        """
-        before = self.resumed.about["identity"].get("own exchange", "none") if self.resumed else name
-        if before == name:
-            return []
-        if "exchange" not in accepted:
-            raise SettingsError(
-                f"Cannot resume with exchange={name} in run.steps.",
-                f"The run was begun with {before}, and the result depends on how gradients are exchanged.",
-                "resume with the same exchange, or add --accept-change exchange.",
-            )
-        return [{"step": self.saved_after or 0, "field": "exchange", "from": before, "to": name}]
-
-    def check_ties(self, ties: str) -> list[dict[str, Any]]:
-        """Return the change of mathematics if pipeline stages share other parameters now. It affects rounding only."""
-        before = self.resumed.about["identity"].get("ties", "none") if self.resumed else ties
-        return [{"step": self.saved_after or 0, "field": "ties", "from": before, "to": ties}] if before != ties else []
 
     def seal(self, *, half_done: bool) -> None:
         """Record the state when the loop is left with break; `half_done`: in the middle of a step.
@@ -349,27 +282,6 @@ class KeptState:
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
         self.values.clear()
         self.values.update(state)
-
-
-def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore the dtypes of an optimizer's saved state.
-
-    torch loads floating-point state in the dtype of its parameter. State in float32 of a parameter in bfloat16 (NAdam's
-    mu_product, or that of a custom optimizer) would lose bits.
-    """
-    loaded = optimizer.state_dict()["state"]
-    for number, values in saved["state"].items():
-        for name, value in values.items():
-            now = loaded[number][name]
-            if isinstance(value, torch.Tensor) and now.dtype != value.dtype:
-                loaded[number][name] = value.to(now.device, copy=True)
-
-
-def _active_schedule(schedule: Any) -> Any:
-    """Return the schedule that sets the learning rate now: the active one of a SequentialLR."""
-    while isinstance(schedule, torch.optim.lr_scheduler.SequentialLR):
-        schedule = schedule._schedulers[bisect_right(schedule._milestones, schedule.last_epoch)]
-    return schedule
 
 
 def _word(thing: Any) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange.tree.tree_fold import TreeExchange
+from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.batch_order import cut_batch
 
 

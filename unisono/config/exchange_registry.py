@@ -58,7 +58,7 @@ class ExchangeInfo:
 
 EXCHANGES: dict[str, ExchangeInfo] = {
     "tree": ExchangeInfo(
-        "unisono.exchange.tree.tree_fold:TreeExchange",
+        "unisono.exchange.tree.tree_exchange:TreeExchange",
         axes=DIVIDING_AXES,
         reshard_by_layer=True,
         compressed="unisono.exchange.compression.compressed:CompressedTree",

@@ -9,12 +9,12 @@ for each process:
     process 1   [ b0 | b1 ] --b0 goes to 0-->  a1 + b1  --/ weight-->  [    | m1 ] --m1 goes to 0--> [ m0 | m1 ]
 
 Each chunk goes directly from the process that has it to the process that needs it, in a message or through shared
-memory (tree_transport.py). So no library decides the order of additions. Padding and the ends of chunks depend on the
+memory (tree_allreduce.py). So no library decides the order of additions. Padding and the ends of chunks depend on the
 number of processes, but every operation is elementwise, so the bits do not.
 
 The way of a bucket, from backward to the first message:
 
-    step.backward -> loss.backward -> hook (BucketReadiness) -> TreeTransport.send -> dist.isend
+    step.backward -> loss.backward -> hook (BucketReadiness) -> TreeAllReduce.send -> dist.isend
 
 Memory, in gradient copies: while computing, `copies` of plan/reduction_tree.py, less one where the second leaf of a
 pair is a single micro-batch (it is added directly to the first). The sum is written over the process's first partial
@@ -31,8 +31,9 @@ import torch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange.base import Spans, Weights
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout, FlatGradient, FlatGradientPool, LooseGradient, divide_
-from unisono.exchange.tree.tree_transport import TreeTransport
+from unisono.exchange.buckets import BucketLayout, divide_
+from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
+from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
 
 Leaf = tuple[Node, FlatGradient | LooseGradient]
@@ -75,7 +76,7 @@ class TreeExchange(BucketedExchange):
         return BucketLayout(self.params, self.group.size)
 
     def _build_transport(self, plan: Plan) -> Any:
-        return TreeTransport(plan, self.layout, self.group)
+        return TreeAllReduce(plan, self.layout, self.group)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """Begin a step. This process has spans[rank]; virtual rank v of it has pieces[v] micro-batches, perhaps 0."""

@@ -30,7 +30,8 @@ import torch
 from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange.base import Weights
-from unisono.exchange.buckets import BucketLayout, FlatGradient, blocks, finite
+from unisono.exchange.buckets import BucketLayout, blocks, finite
+from unisono.exchange.gradient_accumulation import FlatGradient
 from unisono.plan.reduction_tree import Plan
 
 IN_FLIGHT = 2
@@ -51,7 +52,7 @@ class _BucketMessages(NamedTuple):
     sums: PreparedMessages
 
 
-class TreeTransport:
+class TreeAllReduce:
     """Exchange and add up the partial sums of a step under one plan.
 
     Args:

@@ -1,0 +1,66 @@
+"""The result of a run: the entries of result.json."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.data.loader_workers import deaths
+from unisono.train.context import RunContext
+from unisono.train.guarantees.promise import promise
+from unisono.train.recovery.survival import may_survive, survival_of
+from unisono.train.state.run_progress import Progress
+
+
+def plain(value: Any) -> Any:
+    """Return a number of torch or numpy as one of Python's own."""
+    number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return value.item() if number else value
+
+
+def result(context: RunContext) -> dict[str, Any]:
+    """Return what goes into result.json."""
+    progress, settings = context.progress, context.settings
+    seconds = 0.0 if progress.began is None else (progress.ended or time.perf_counter()) - progress.began
+    promised, reason = promise(context)
+    order, done = progress.order, progress.done
+    survives = order is not None and progress.exchange is None and may_survive(context)
+    known = {
+        **({"loss": done.loss if isfinite(done.loss) else None} if done is not None else {}),
+        **({"skipped": context.scale.skipped} if context.scale.on else {}),
+        "steps": progress.steps_done,
+        **({"resumed_at": progress.resumed_at} if progress.resumed_at else {}),
+        "samples": order.samples(progress.steps_done) if order else 0,
+        "seconds": round(seconds, 3),
+        "samples_per_second": round(progress.samples_here / seconds, 2) if seconds else 0.0,
+        **_bytes_per_step(progress),
+        "ranks": context.group.size,
+        "virtual_ranks": settings.virtual_ranks,
+        "promise": promised,
+        "reason": reason,
+        "survival": survival_of(settings.parallel, context.mesh.axes, survivors=survives),
+        "weights_sha256": context.state.fingerprint() if context.state.models else None,
+        "stopped": order is not None and progress.steps_done < progress.last,
+        **({"worker_restarts": deaths.restarts} if deaths.restarts else {}),
+        **{name: value for more in context.hooks.result for name, value in more().items()},
+        "phases": {name: round(s, 3) for name, s in context.monitor.clock.seconds.items()},
+    }
+    known |= context.loop.result()
+    logged = {name: value for name, value in progress.results.items() if isinstance(value, (int, float, str, bool))}
+    return {  # a value that the loop logged by the name of an entry ("loss", by an evaluation) gets another name
+        **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
+        **known,
+    }
+
+
+def _bytes_per_step(progress: Progress) -> dict[str, int]:
+    """Return the bytes of gradients that left this process in a step; {}: they are not counted."""
+    steps = progress.steps_done - progress.resumed_at
+    if progress.order is None or not steps or not isfinite(progress.bytes_sent):
+        return {}
+    sent, plain_bytes = round(progress.bytes_sent / steps), round(progress.bytes_uncompressed / steps)
+    return {"bytes_per_step": sent, **({"bytes_uncompressed": plain_bytes} if plain_bytes != sent else {})}
