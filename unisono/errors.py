@@ -15,12 +15,12 @@ from typing import NamedTuple
 class Problem(NamedTuple):
     """One problem: the error in one sentence, the facts, and what to do next."""
 
-    asked: str
-    true: str
-    do: str
+    error: str
+    facts: str
+    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.asked}\n  {self.true}\n  Next: {self.do}"
+        return f"{self.error}\n  {self.facts}\n  Next: {self.remedy}"
 
 
 class UnisonoError(Exception):
@@ -33,9 +33,9 @@ class UnisonoError(Exception):
 
     exit_status = 1
 
-    def __init__(self, asked: str, true: str = "", do: str = "") -> None:
-        self.problems: tuple[Problem, ...] = (Problem(asked, true, do),)
-        super().__init__(asked, true, do)
+    def __init__(self, error: str, facts: str = "", remedy: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(error, facts, remedy),)
+        super().__init__(error, facts, remedy)
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> UnisonoError:
@@ -98,8 +98,8 @@ class RankFailedError(UnisonoError):
         kind: the type of its exception; "" if the process died.
     """
 
-    def __init__(self, asked: str, true: str = "", do: str = "", rank: int = 0, kind: str = "") -> None:
-        super().__init__(asked, true, do)
+    def __init__(self, error: str, facts: str = "", remedy: str = "", rank: int = 0, kind: str = "") -> None:
+        super().__init__(error, facts, remedy)
         self.rank, self.kind = rank, kind
 
 

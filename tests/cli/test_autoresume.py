@@ -56,7 +56,7 @@ def test_autoresume_works_under_any_manager(runs: Path) -> None:
     assert resumed_request(request, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
     with pytest.raises(SettingsError, match="would not find it") as caught:
         resumed_request(RunRequest(autoresume=True), "train", LINE)
-    assert caught.value.problems[0].do == "python train.py --run-dir runs/train"
+    assert caught.value.problems[0].remedy == "python train.py --run-dir runs/train"
 
 
 def test_without_a_run_directory_the_run_of_the_same_job_is_resumed(

@@ -115,7 +115,7 @@ def test_a_main_that_can_take_a_run_is_not_refused(
 ) -> None:
     text = PLAIN.replace("if __name__", f"def {more}:\n    pass\n\n{function}\n\nif __name__")
     (tmp_path / "mine.py").write_text(text.replace("main(print", "main(main"))
-    assert [problem.asked for problem in request_problems("run", "mine.py", "--ranks", "0")] == [
+    assert [problem.error for problem in request_problems("run", "mine.py", "--ranks", "0")] == [
         "--ranks 0 is out of range."
     ]
 

@@ -152,9 +152,9 @@ def test_ranks_cannot_be_combined_with_torchrun(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     (problem,) = request_problems("bench", "--ranks", "4")
-    assert problem.asked == "--ranks cannot be combined with torchrun."
-    assert problem.true == "torchrun already started 2 processes, and these are measured."
-    assert problem.do == "unisono bench --json"
+    assert problem.error == "--ranks cannot be combined with torchrun."
+    assert problem.facts == "torchrun already started 2 processes, and these are measured."
+    assert problem.remedy == "unisono bench --json"
 
 
 def test_all_problems_of_bench_are_reported_together(request_problems: RequestProblems) -> None:

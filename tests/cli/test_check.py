@@ -43,7 +43,7 @@ def test_the_line_that_reads_the_size_is_named(tmp_path: Path, capsys: pytest.Ca
     script = text_of(WRONG["a loss divided by the number of processes"].changes)
     _, found = check(tmp_path, script, capsys)
     line = next(i for i, text in enumerate(script.splitlines(), 1) if "run.size" in text)
-    assert f"run.size at {tmp_path / 'script.py'}:{line}." in found["said"]
+    assert f"run.size at {tmp_path / 'script.py'}:{line}." in found["message"]
 
 
 def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     }
     status, found = check(tmp_path, text_of(fine), capsys)
     assert (status, found["placement_proof"]) == (0, True), found
-    assert [run["said"] for run in found["runs"][1:]] == ["equal"] * 4
+    assert [run["message"] for run in found["runs"][1:]] == ["equal"] * 4
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -84,7 +84,10 @@ def test_the_order_of_a_set_differs_between_processes(command: Command) -> None:
     (command.folder / "sets.py").write_text(text_of(WRONG[HASHED].changes))
     ended = command.run("check", "sets.py", "--steps", "1", "--set", "steps=9")
     assert ended.status == 1, ended.err
-    assert "Not placement-proof. First difference, with 1 process, again: the samples in step 0" in ended.out
+    assert (
+        "The result depends on the placement. First difference, with 1 process, again: the samples in step 0"
+        in ended.out
+    )
     assert "Next: sort it: sorted(set(words))." in ended.out
     assert not (command.folder / "runs").exists()
 
@@ -94,7 +97,7 @@ def test_a_failure_on_two_processes_is_reported(command: Command) -> None:
     (command.folder / "fails.py").write_text(text_of({"before": "assert run.size == 1, 'I am alone'"}))
     ended = command.run("check", "fails.py", "--set", "steps=9", "--json")
     assert ended.status == 1, ended.err
-    assert last_json(ended.out)["said"] == "I am alone"
+    assert last_json(ended.out)["message"] == "I am alone"
 
 
 @pytest.mark.parametrize(
@@ -110,4 +113,4 @@ def test_a_failure_on_two_processes_is_reported(command: Command) -> None:
 def test_wrong_requests(request_problems: RequestProblems, words: list[str], message: str, do: str) -> None:
     (problem,) = request_problems("check", *words)
     assert message in str(problem)
-    assert problem.do.removesuffix(" --json") == do
+    assert problem.remedy.removesuffix(" --json") == do

@@ -152,9 +152,9 @@ def test_an_invalid_number_of_cpu_ranks_is_refused(
     request_problems: RequestProblems, words: str, error: str, true: str, do: str
 ) -> None:
     (problem,) = request_problems("run", "text", *words.split())
-    assert problem.asked == error
-    assert problem.true.startswith(true)
-    assert do in problem.do
+    assert problem.error == error
+    assert problem.facts.startswith(true)
+    assert do in problem.remedy
 
 
 @pytest.mark.parametrize("what", ["exchange=ddp", "parallel.shard=2", "parallel.tensor=2"])

@@ -155,7 +155,7 @@ def test_a_replica_of_shards_ends_and_is_replaced_as_a_whole(command: Command) -
     messages = ended.err.splitlines()
     assert messages[0].startswith("Process 1 died of SIGKILL after ")
     assert "steps; the run continues with 2 processes." in messages[0]
-    assert messages[1].startswith("Process 0 was killed too: it shared a model with it.")
+    assert messages[1].startswith("Process 0 was killed too: it shared a model with the dead process.")
     command.script(SCRIPT)
     assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
 

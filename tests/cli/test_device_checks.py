@@ -15,7 +15,7 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
 @pytest.mark.parametrize("way", ["model_parallel_devices", "data_parallel_devices"])
 def test_several_devices_per_process_are_refused(request_problems: RequestProblems, way: str) -> None:
     (problem,) = request_problems("run", "train.py", "--set", f"parallel.{way}=2")
-    assert problem.asked == f"parallel.{way} = 2"
-    assert "This machine has 0 accelerators" in problem.true
-    assert f"unisono run train.py --set parallel.{way}=1" in problem.do
-    assert "--ranks 2" in problem.do
+    assert problem.error == f"parallel.{way} = 2"
+    assert "This machine has 0 accelerators" in problem.facts
+    assert f"unisono run train.py --set parallel.{way}=1" in problem.remedy
+    assert "--ranks 2" in problem.remedy

@@ -23,14 +23,14 @@ def test_a_broken_torchvision_does_not_stop_other_checks(command: Command, monke
     assert report["broken"] == sum(finding["level"] == "broken" for finding in report["findings"]) >= 1
     broken = found["torchvision"]
     assert broken["level"] == "broken"
-    assert "operator torchvision::nms does not exist" in broken["true"]
-    assert "-m pip uninstall torchvision" in broken["do"]
+    assert "operator torchvision::nms does not exist" in broken["facts"]
+    assert "-m pip uninstall torchvision" in broken["remedy"]
     assert found["torch"]["level"] == "ok"
-    assert "gloo" in found["torch"]["true"]
+    assert "gloo" in found["torch"]["facts"]
     assert found["exchange"]["level"] == "ok"
-    assert "us for 4 bytes" in found["exchange"]["true"]
+    assert "us for 4 bytes" in found["exchange"]["facts"]
     assert {"machine", "python", "libraries", "instructions", "device", "disk", "shared memory"} <= set(found)
-    assert all(finding["do"] for finding in found.values() if finding["level"] == "broken")
+    assert all(finding["remedy"] for finding in found.values() if finding["level"] == "broken")
 
 
 def test_isolated_code_that_fails_is_reported_by_its_last_line() -> None:

@@ -106,8 +106,8 @@ def test_an_impossible_division_of_the_model_is_refused_before_the_start(
 ) -> None:
     (tmp_path / "gpt.py").write_text(MODEL)
     (problem,) = request_problems("run", "gpt.py", *words.split())
-    assert true in problem.true
-    assert do in problem.do
+    assert true in problem.facts
+    assert do in problem.remedy
 
 
 def test_after_a_dry_run_the_main_process_acts_once(command: Command) -> None:

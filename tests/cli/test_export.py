@@ -114,4 +114,4 @@ def test_wrong_requests(
     (tmp_path / "RUN").symlink_to(trained)
     (problem,) = request_problems("export", *words)
     assert message in str(problem)
-    assert problem.do.startswith(do)
+    assert problem.remedy.startswith(do)

@@ -36,9 +36,9 @@ def test_a_rendezvous_host_that_does_not_resolve_is_refused(monkeypatch: pytest.
     with pytest.raises(UnreachableHostError) as caught:
         resolve_rendezvous_host(AWAY, timeout=0.0)
     (problem,) = caught.value.problems
-    assert problem.asked.endswith(f"cannot connect to host {NOWHERE}, port 20000 (MASTER_ADDR).")
-    assert problem.true.startswith(f"The name {NOWHERE} does not resolve on here: ")
-    assert problem.do == "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
+    assert problem.error.endswith(f"cannot connect to host {NOWHERE}, port 20000 (MASTER_ADDR).")
+    assert problem.facts.startswith(f"The name {NOWHERE} does not resolve on here: ")
+    assert problem.remedy == "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
     with pytest.raises(UnreachableHostError, match="torchrun --local-addr"):
         resolve_rendezvous_host(World(size=2, local_size=2, store="env://"), timeout=0.0)
 

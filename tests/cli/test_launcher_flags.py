@@ -24,7 +24,7 @@ class Named(unisono.Settings):
 def test_a_setting_takes_precedence_over_a_launchers_flag() -> None:
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(["--hosts", "2"], Named, "train.py")
-    assert caught.value.problems[0].do == "python train.py --set hosts=2"
+    assert caught.value.problems[0].remedy == "python train.py --set hosts=2"
 
 
 @pytest.mark.parametrize("flag", ["--local_rank=1", "--local-rank=1"])

@@ -69,7 +69,7 @@ REFUSED = """
 try:
     unisono.main(main, Settings)
 except unisono.SettingsError as error:
-    print(error.problems[0].do)
+    print(error.problems[0].remedy)
 """
 
 
@@ -162,7 +162,7 @@ def test_wrong_arguments_are_refused_before_the_start(command: Command) -> None:
     calls = ["Settings(batch=0)", "Settings(), ranks=99", "Settings(), resume=True", "Settings(), ranks='two'"]
     text = "import threading\nlock = threading.Lock()\ndef locked(run): lock.acquire()\n"
     for call in (*(f"main, {call}" for call in calls), "locked, Settings()", "main, 'a string'"):
-        text += f"try: unisono.launch({call})\nexcept unisono.SettingsError as error: print(error.problems[0].do)\n"
+        text += f"try: unisono.launch({call})\nexcept unisono.SettingsError as error: print(error.problems[0].remedy)\n"
     (command.folder / "launching.py").write_text(f"{CELL}\n{text}")
     ended = command.end(command.start_python("launching.py"))
     assert ended.status == 0, ended.err

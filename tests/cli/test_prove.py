@@ -308,4 +308,4 @@ def test_a_row_is_a_line_of_the_table() -> None:
 def test_wrong_requests(request_problems: RequestProblems, words: list[str], message: str, do: str) -> None:
     problem, *_ = request_problems("prove", *words, "--set", "steps=9")
     assert message in str(problem)
-    assert do in f"{problem.do}\n"
+    assert do in f"{problem.remedy}\n"

@@ -188,7 +188,7 @@ def test_an_audit_names_the_faulty_rank(command: Command) -> None:
     assert ended.status == 1, ended.err
     report = last_json(ended.out)
     assert (report["sound"], report["wrong"]) == (False, [1])
-    assert "Rank 1 made another gradient than ranks" in report["said"]
+    assert "Rank 1 made another gradient than ranks" in report["message"]
     sound = command.run("audit", "script.py", "--steps", "4")
     assert sound.status == 0, sound.err
     assert sound.out == "4 virtual ranks computed again on 3 processes: all results are equal to the bit.\n"
@@ -230,4 +230,4 @@ def test_wrong_requests(
         about = {"script": str(tmp_path / "train.py"), "folder": str(tmp_path)}
         (tmp_path / name / "environment.json").write_text(json.dumps(about) if name != "odd" else "[]")
     problems = request_problems(*words)
-    assert any(message in str(problem) and problem.do.startswith(do) for problem in problems), problems
+    assert any(message in str(problem) and problem.remedy.startswith(do) for problem in problems), problems

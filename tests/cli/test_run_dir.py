@@ -33,9 +33,9 @@ def test_a_folder_that_cannot_be_used_is_refused(request_problems: RequestProble
     do = "unisono run train.py --run-dir file-run --json"
     assert problem == Problem("file is a file.", "--run-dir takes a folder.", do)
     (problem,) = request_problems("run", "train.py", "--run-dir=file/out")
-    assert problem.true == f"{tmp_path / 'file'} is not a folder."
+    assert problem.facts == f"{tmp_path / 'file'} is not a folder."
     (problem,) = request_problems("run", "train.py", "--run-dir=/proc/nothing")  # even root cannot make a folder there
-    assert problem.asked == "Cannot write the run directory /proc/nothing."
+    assert problem.error == "Cannot write the run directory /proc/nothing."
 
 
 def test_other_files_in_the_parent_folder_do_not_matter(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_other_files_in_the_parent_folder_do_not_matter(tmp_path: Path) -> None:
 def test_a_folder_without_permission_is_refused(request_problems: RequestProblems, tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (problem,) = request_problems("run", "train.py", "--run-dir=closed/out")
-    assert problem.true == f"Permission denied in {tmp_path / 'closed'}."
+    assert problem.facts == f"Permission denied in {tmp_path / 'closed'}."
 
 
 def test_a_read_only_file_system_is_refused(
@@ -56,10 +56,10 @@ def test_a_read_only_file_system_is_refused(
     monkeypatch.setattr(os, "access", lambda *_: False)
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
     (problem,) = request_problems("run", "train.py", "--run-dir=out")
-    assert problem.true == f"Read-only file system in {tmp_path}."
+    assert problem.facts == f"Read-only file system in {tmp_path}."
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOSUID))
     (problem,) = request_problems("run", "train.py", "--run-dir=out")
-    assert problem.true == f"Permission denied in {tmp_path}."
+    assert problem.facts == f"Permission denied in {tmp_path}."
 
 
 FULL = """

@@ -290,33 +290,33 @@ CHECK = "unisono check train.py --json"
             "The command line has none.",
             "unisono fingerprint runs/NAME-TIME",
         ),
-        ("rnu train.py", "There is no verb rnu.", "The nearest verb is run.", "unisono run train.py --json"),
+        ("rnu train.py", "There is no command rnu.", "The nearest command is run.", "unisono run train.py --json"),
         (
             "train.py --ranks 2",
-            "There is no verb train.py.",
+            "There is no command train.py.",
             "train.py is a script, and unisono run trains it.",
             "unisono run train.py --ranks 2 --json",
         ),
         (
             "launch train.py --ranks 2",
-            "There is no verb launch.",
+            "There is no command launch.",
             "unisono run does that.",
             "unisono run train.py --ranks 2 --json",
         ),
-        ("train train.py", "There is no verb train.", "unisono run does that.", "unisono run train.py --json"),
-        ("start", "There is no verb start.", "unisono run does that.", "unisono run text --json"),
-        ("env", "There is no verb env.", "unisono doctor does that.", "unisono doctor --json"),
-        ("test mine", "There is no verb test.", "unisono doctor does that.", "unisono doctor --json"),
+        ("train train.py", "There is no command train.", "unisono run does that.", "unisono run train.py --json"),
+        ("start", "There is no command start.", "unisono run does that.", "unisono run text --json"),
+        ("env", "There is no command env.", "unisono doctor does that.", "unisono doctor --json"),
+        ("test mine", "There is no command test.", "unisono doctor does that.", "unisono doctor --json"),
         (
             "text --ranks 2",
-            "There is no verb text.",
+            "There is no command text.",
             "text is a recipe, and unisono run trains it.",
             "unisono run text --ranks 2 --json",
         ),
         (
             "xyzzy",
-            "There is no verb xyzzy.",
-            "The verbs are run, copy, bench, check, prove, audit, replay, doctor, fingerprint, export.",
+            "There is no command xyzzy.",
+            "The commands are run, copy, bench, check, prove, audit, replay, doctor, fingerprint, export.",
             "unisono --help",
         ),
     ],
@@ -334,7 +334,7 @@ def test_a_script_takes_precedence_over_the_nearest_verb(
     (tmp_path / name).write_text("")
     do = f"unisono run {name} --ranks 2 --json"
     facts = f"{name} is a script, and unisono run trains it."
-    assert request_problems(name, "--ranks", "2") == [Problem(f"There is no verb {name}.", facts, do)]
+    assert request_problems(name, "--ranks", "2") == [Problem(f"There is no command {name}.", facts, do)]
 
 
 UNSET = "Perhaps a variable of the shell is not set."
@@ -415,4 +415,4 @@ def test_suggestions_for_a_script_that_python_starts(words: str, do: str) -> Non
     with pytest.raises(SettingsError) as caught:
         RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
     (problem,) = caught.value.problems
-    assert problem.do == do
+    assert problem.remedy == do

@@ -148,7 +148,7 @@ def test_all_problems_are_reported_together(request_problems: RequestProblems, t
     problems = request_problems(
         "run", "train.py", "--ranks=0", "--run-dir=out", "--set=lr=x", "--set=wdith=3", "--accept-change=seed"
     )
-    assert [problem.asked for problem in problems] == [
+    assert [problem.error for problem in problems] == [
         "--ranks 0 is out of range.",
         "Invalid value: lr = x",
         "There is no setting wdith.",
@@ -169,7 +169,7 @@ def test_a_missing_script_does_not_hide_other_problems(request_problems: Request
         "batch = 0 is out of range.",
         "file is a file.",
     ]
-    assert [problem.asked for problem in problems] == errors
+    assert [problem.error for problem in problems] == errors
     assert len(request_problems("run", "trian.py", "--resume")) == 1
 
 
@@ -181,15 +181,15 @@ def test_without_unisono_main_only_the_settings_of_every_run_are_checked(
     problems = request_problems(
         "run", "other.py", "--ranks=3", "--set=width=1", "--set=batch=0", "--settings=some.toml"
     )
-    assert [problem.asked for problem in problems] == ["batch = 0 is out of range.", "threads = 0 is out of range."]
+    assert [problem.error for problem in problems] == ["batch = 0 is out of range.", "threads = 0 is out of range."]
     (problem,) = request_problems(
         "run", "other.py", "--set=virtual_ranks=3", "--set=batch=2"
     )  # the default batch of the script is unknown here
-    assert problem.asked == "virtual_ranks = 3 is more than the batch has samples."
+    assert problem.error == "virtual_ranks = 3 is more than the batch has samples."
     (problem,) = request_problems("run", "other.py", "--ranks=3", "--set=virtual_ranks=2")
-    assert problem.true == "Each of the 2 virtual ranks runs on one: 1 to 2 processes."
+    assert problem.facts == "Each of the 2 virtual ranks runs on one: 1 to 2 processes."
     (problem,) = request_problems("run", "other.py", "--settings=none.toml")
-    assert problem.true == "There is no such file."
+    assert problem.facts == "There is no such file."
 
 
 def test_a_script_parses_the_flags_that_the_command_passes() -> None:
@@ -248,12 +248,12 @@ def test_an_unknown_setting_without_a_near_name_lists_the_scripts_settings(
     request_problems: RequestProblems, tmp_path: Path
 ) -> None:
     (problem,) = request_problems("run", "train.py", "--set", "zzzzzz=1")
-    assert problem.asked == "There is no setting zzzzzz."
+    assert problem.error == "There is no setting zzzzzz."
     true = r"There are steps, lr, and \d\d of every run: unisono run train\.py --help"
-    assert re.fullmatch(true, problem.true)
+    assert re.fullmatch(true, problem.facts)
     (tmp_path / "plain.py").write_text("import unisono\nunisono.main(print)\n")
     (problem,) = request_problems("check", "plain.py", "--set=zzzzzz=1", "--set=steps=2")
-    assert re.fullmatch(r"There are \d\d of every run: unisono run plain\.py --help", problem.true)
+    assert re.fullmatch(r"There are \d\d of every run: unisono run plain\.py --help", problem.facts)
 
 
 def test_a_scripts_own_settings_come_first_with_their_choices() -> None:
@@ -276,13 +276,13 @@ def test_the_proposed_command_corrects_all_wrong_settings(request_problems: Requ
     problems = request_problems(
         "run", "train.py", "--set", "batch=big", "--set", "lr=2", "--set", "stepz=4", "--set", "zzzzzz=1"
     )
-    assert [problem.asked for problem in problems] == [
+    assert [problem.error for problem in problems] == [
         "Invalid value: batch = big",
         "There is no setting stepz.",
         "There is no setting zzzzzz.",
     ]
     line = "unisono run train.py --set batch=32 --set lr=2 --set steps=4 --json"
-    assert [problem.do for problem in problems] == [line, line, f"{line} (without it)"]
+    assert [problem.remedy for problem in problems] == [line, line, f"{line} (without it)"]
 
 
 def test_copy_writes_a_recipe(
@@ -334,7 +334,7 @@ def test_python_m_unisono_is_the_command(
     screen = capsys.readouterr()
     assert left.value.code == status
     assert screen.out == ("" if status else f"{unisono.__version__}\n")
-    assert screen.err.startswith("There is no verb nothing.\n  The verbs are run," if status else "")
+    assert screen.err.startswith("There is no command nothing.\n  The commands are run," if status else "")
 
 
 def test_the_help_of_each_verb_has_examples(capsys: pytest.CaptureFixture[str]) -> None:

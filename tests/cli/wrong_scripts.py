@@ -1,4 +1,4 @@
-"""Scripts that are not placement-proof, each with the cause and place that `unisono check` must report."""
+"""Scripts whose result depends on the placement, each with the cause and place that `unisono check` must report."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def refused(world: World, folder: str, when: str) -> tuple[str, str]:
     try:
         script(world, folder, when, f"alone-{world.rank}")
     except LoopError as error:
-        return error.problems[0].asked, error.problems[0].true
+        return error.problems[0].error, error.problems[0].facts
     return "", ""
 
 
@@ -98,7 +98,7 @@ def under_our_launcher(world: World, folder: str) -> str:
     try:
         take_over(World(rank=world.rank, size=2, launcher="unisono"))
     except WorldError as error:
-        return error.problems[0].true
+        return error.problems[0].facts
     return ""
 
 
@@ -114,7 +114,7 @@ def without_a_back_end(world: World, folder: str) -> str:
     try:
         existing_group.use_group(torch.device("cuda"), "nccl")
     except WorldError as error:
-        return error.problems[0].do
+        return error.problems[0].remedy
     return ""
 
 

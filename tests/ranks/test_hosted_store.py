@@ -35,7 +35,7 @@ def test_a_used_port_is_an_error_that_proposes_another() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(WorldError, match="cannot be opened") as caught:
             host_store(f"hosted://127.0.0.1:{port}/17.0-0", 0)
-    assert f"export MASTER_PORT={port + 1}" in caught.value.problems[0].do
+    assert f"export MASTER_PORT={port + 1}" in caught.value.problems[0].remedy
 
 
 def test_the_store_of_another_run_is_not_joined() -> None:
@@ -49,4 +49,4 @@ def test_the_store_of_another_run_is_not_joined() -> None:
 def test_an_unknown_host_is_an_error_at_once() -> None:
     with pytest.raises(WorldError, match=r"The name nobody\.invalid does not resolve") as caught:
         host_store("hosted://nobody.invalid:20000/17.0-0", 0)
-    assert "MASTER_ADDR=" in caught.value.problems[0].do
+    assert "MASTER_ADDR=" in caught.value.problems[0].remedy

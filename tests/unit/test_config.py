@@ -141,7 +141,7 @@ def test_a_wrong_set_is_answered_with_the_error_the_facts_and_a_fix(
 
 def test_an_unknown_name_without_a_neighbour_lists_all_names() -> None:
     (problem,) = problems_of(Settings, sets=["zzzzzz=1"])
-    assert "model.width" in problem.true
+    assert "model.width" in problem.facts
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | st
     elif content == "folder":
         file.mkdir()
     (problem,) = problems_of(Settings, file=file)
-    assert problem.asked == f"Cannot read the settings file {file}."
+    assert problem.error == f"Cannot read the settings file {file}."
 
 
 def test_a_setting_without_a_default_must_be_given() -> None:
@@ -185,7 +185,7 @@ def test_a_default_of_another_type_than_its_annotation_is_refused() -> None:
         hook: object = print
 
     problems = problems_of(Wrong)
-    assert [p.asked.split()[5] for p in problems] == ["depth", "hook"]
+    assert [p.error.split()[5] for p in problems] == ["depth", "hook"]
 
 
 def test_a_class_without_the_dataclass_decorator_is_refused() -> None:
@@ -193,7 +193,7 @@ def test_a_class_without_the_dataclass_decorator_is_refused() -> None:
         batch: int = 64
 
     (problem,) = problems_of(Forgot)
-    assert problem.do == "Write @dataclass(frozen=True, kw_only=True) above class Forgot."
+    assert problem.remedy == "Write @dataclass(frozen=True, kw_only=True) above class Forgot."
 
 
 def test_a_field_without_a_type_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_a_field_without_a_type_is_refused() -> None:
     true = "Without one it is no field, and precision stays fp32."
     assert problems_of(Bare) == [Problem(error, true, "Write precision: str = 'bf16' there.")]
     (problem,) = problems_of(Inside)
-    assert problem.do == "Write width: int = 16 there."
+    assert problem.remedy == "Write width: int = 16 there."
 
 
 def test_a_wider_type_does_not_widen_the_range_of_a_common_setting() -> None:
@@ -225,7 +225,7 @@ def test_a_wider_type_does_not_widen_the_range_of_a_common_setting() -> None:
         batch: float = 16.0  # type: ignore[assignment]
         exchange: str = "alreduce"  # type: ignore[assignment]
 
-    assert [(p.asked, p.true, p.do) for p in problems_of(Loose, sets=["precision=banana"])] == [
+    assert [(p.error, p.facts, p.remedy) for p in problems_of(Loose, sets=["precision=banana"])] == [
         ("Invalid value: precision = banana", "precision takes one of fp32, bf16, fp16.", "--set precision=bf16"),
         (
             "Invalid default in the script: batch = 16.0",
@@ -248,7 +248,7 @@ def test_a_narrower_type_is_the_scripts_to_choose() -> None:
         clip: float = 1
 
     assert load(Narrow).settings.precision == "bf16"
-    trues = [problem.true for problem in problems_of(Narrow, sets=["precision=fp16", "steps=none", "clip=none"])]
+    trues = [problem.facts for problem in problems_of(Narrow, sets=["precision=fp16", "steps=none", "clip=none"])]
     assert trues == [
         "precision takes one of fp32, bf16.",
         "steps takes a whole number.",
@@ -264,14 +264,14 @@ def test_an_error_of_the_settings_class_is_a_wrong_request() -> None:
                 raise ValueError("batch must be even")
 
     (problem,) = problems_of(Even, sets=["batch=33"])
-    assert problem.true == "ValueError: batch must be even"
+    assert problem.facts == "ValueError: batch must be even"
 
 
 def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     assert load(Settings).settings.virtual_ranks == 8
     assert load(Settings, sets=["batch=3"]).settings.virtual_ranks == 3
     settings = load(Settings, sets=["batch=3", "virtual_ranks=8", "steps=1"]).settings
-    assert [p.asked for p in check(settings, 1, CommandLine())] == [
+    assert [p.error for p in check(settings, 1, CommandLine())] == [
         "virtual_ranks = 8 is more than the batch has samples."
     ]
 

@@ -37,7 +37,7 @@ def test_each_change_that_is_proposed_ends_the_conflict(row: Conflict) -> None:
         found += 1
         assert row in set(conflicts_among(settings))
         problem = row.problem(settings, CommandLine())
-        assert "{" not in problem.asked + problem.do
+        assert "{" not in problem.error + problem.remedy
         for change in row.changes or (row.first.change, row.second.change):
             words = change.split(" --ranks")[0].split(" ")
             changed = {name: _value(name, value) for name, value in (word.split("=") for word in words)}

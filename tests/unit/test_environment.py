@@ -65,8 +65,8 @@ def test_invalid_torchrun_variables_are_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(WorldError) as caught:
         World.current()
-    assert caught.value.problems[0].true == true
-    assert "torchrun" in caught.value.problems[0].do
+    assert caught.value.problems[0].facts == true
+    assert "torchrun" in caught.value.problems[0].remedy
 
 
 def test_variables_of_unisono_run_have_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_missing_slurm_variables_are_named(in_a_step: pytest.MonkeyPatch) -> Non
     in_a_step.delenv("SLURM_NODEID")
     with pytest.raises(WorldError) as caught:
         World.current()
-    assert caught.value.problems[0].true == "SLURM_NODEID is not set."
+    assert caught.value.problems[0].facts == "SLURM_NODEID is not set."
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_invalid_slurm_variables_are_refused(in_a_step: pytest.MonkeyPatch, name
     in_a_step.setenv(f"SLURM_{name}", value)
     with pytest.raises(WorldError) as caught:
         World.current()
-    assert caught.value.problems[0].true == true
+    assert caught.value.problems[0].facts == true
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "x", ""])
@@ -170,7 +170,7 @@ def test_an_invalid_port_is_refused(in_a_step: pytest.MonkeyPatch, by: str, port
     in_a_step.setenv("MASTER_PORT", port)
     with pytest.raises(WorldError, match=f"MASTER_PORT is '?{port}") as caught:
         World.current()
-    assert caught.value.problems[0].do.startswith("export MASTER_PORT=20000")
+    assert caught.value.problems[0].remedy.startswith("export MASTER_PORT=20000")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,6 @@ def test_incomplete_mpirun_variables_are_refused(
     with pytest.raises(WorldError) as caught:
         World.current()
     (problem,) = caught.value.problems
-    assert problem.true == true
-    assert problem.do.startswith("unisono run ")
-    assert "MASTER_ADDR" in problem.do
+    assert problem.facts == true
+    assert problem.remedy.startswith("unisono run ")
+    assert "MASTER_ADDR" in problem.remedy

@@ -116,6 +116,6 @@ def test_a_mesh_that_does_not_fit_is_refused_with_a_valid_one(
 ) -> None:
     ranks = parallel.pop("virtual_ranks", 8)
     (problem,) = check(Settings(steps=1, virtual_ranks=ranks, parallel=ParallelSettings(**parallel)), 4, LINE)
-    assert problem.asked == error
-    assert true in problem.true
-    assert do in problem.do
+    assert problem.error == error
+    assert true in problem.facts
+    assert do in problem.remedy

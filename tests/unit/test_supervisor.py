@@ -81,10 +81,10 @@ def test_a_failure_record_has_type_message_and_traceback(tmp_path: Path) -> None
         written = write(error)
     assert written.kind == "WorldError"
     assert written.traceback.startswith("Traceback (most recent call last):\n")
-    assert written.problems[0].asked == "Meet the others."
+    assert written.problems[0].error == "Meet the others."
     found = read(path)
     assert found is not None
-    assert (found.kind, found.exit_status, found.problems[0].do) == ("WorldError", 1, "Wait.")
+    assert (found.kind, found.exit_status, found.problems[0].remedy) == ("WorldError", 1, "Wait.")
     write(ValueError("only the first one counts"))
     again = read(path)
     assert again == found

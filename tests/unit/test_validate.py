@@ -77,7 +77,7 @@ def test_check_accepts_valid_settings() -> None:
 )
 def test_check_reports_facts_and_a_command(changes: dict[str, Any], true: str, do: str) -> None:
     (problem,) = check(Settings(**changes), 1, CommandLine())
-    assert (problem.true, problem.do) == (true, do)
+    assert (problem.facts, problem.remedy) == (true, do)
 
 
 def test_more_processes_than_virtual_ranks_are_refused_with_a_command() -> None:
@@ -89,7 +89,7 @@ def test_more_processes_than_virtual_ranks_are_refused_with_a_command() -> None:
         )
     ]
     (problem,) = check(Settings(steps=1, batch=8), 9, CommandLine())
-    assert problem.do.endswith("--set virtual_ranks=9 --set batch=9")
+    assert problem.remedy.endswith("--set virtual_ranks=9 --set batch=9")
 
 
 def test_check_reports_several_problems_together() -> None:
@@ -119,8 +119,8 @@ def test_the_later_of_steps_and_epochs_takes_precedence(tmp_path: Path, before: 
         assert [values["steps"], values["epochs"]].count(None) == 1
     both = load(Own, sets=[before, now])  # given together, they conflict
     (problem,) = check(both.settings, 1, CommandLine(("python", "train.py", "--set", before, "--set", now)))
-    assert problem.true == "Only one of them can say when the run ends."
-    assert problem.do.startswith("python train.py --set ")
+    assert problem.facts == "Only one of them can say when the run ends."
+    assert problem.remedy.startswith("python train.py --set ")
 
 
 def test_precedence_is_request_then_earlier_run_then_script(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_none_is_a_string_where_a_literal_contains_it(tmp_path: Path) -> None:
 def test_unreadable_settings_of_an_earlier_run_are_reported_with_other_problems(tmp_path: Path) -> None:
     ran = tmp_path / "settings.toml"
     ran.write_text("a = = 1")
-    assert [p.asked for p in problems_of(Settings, earlier=ran, sets=["lr=x"])] == [
+    assert [p.error for p in problems_of(Settings, earlier=ran, sets=["lr=x"])] == [
         "Cannot resume without the run's settings.",
         "Invalid value: lr = x",
     ]
     ran.write_text('batch = "many"  # --set\n')
     (problem,) = problems_of(Settings, earlier=ran)
-    assert (problem.true, problem.do) == ("batch takes a whole number.", "--set batch=64")
+    assert (problem.facts, problem.remedy) == ("batch takes a whole number.", "--set batch=64")
 
 
 def test_invalid_values_do_not_hide_other_problems() -> None:
@@ -164,14 +164,14 @@ def test_invalid_values_do_not_hide_other_problems() -> None:
     )
     gathered = gather(Settings, sets=["lrr=1", "clip=x", "seed=-1", "steps=1"], line=line)
     problems = examine(gathered, 9).problems
-    assert [p.asked for p in problems] == [
+    assert [p.error for p in problems] == [
         "There is no setting lrr.",
         "Invalid value: clip = x",
         "seed = -1 is out of range.",
         "9 processes are more than virtual_ranks.",
     ]
-    assert problems[0].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
-    assert problems[2].do == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
+    assert problems[0].remedy == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
+    assert problems[2].remedy == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
     # consequences of an invalid value are not reported
     assert len(examine(gather(Settings, sets=["steps=1", "batch=x", "virtual_ranks=65"]), 1).problems) == 1
 
@@ -192,7 +192,7 @@ def test_the_file_that_was_probably_meant_is_named(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text("")
     line = CommandLine(("python", "train.py", "--settings", f"{tmp_path}/smal.toml"))
     (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
-    assert problem.do == f"python train.py --settings {tmp_path}/small.toml"
+    assert problem.remedy == f"python train.py --settings {tmp_path}/small.toml"
     (tmp_path / "small.toml").unlink()
     (problem,) = problems_of(Settings, file=tmp_path / "smal.toml", line=line)
-    assert problem.do.startswith("python train.py (without a file)")
+    assert problem.remedy.startswith("python train.py (without a file)")

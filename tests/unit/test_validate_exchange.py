@@ -196,7 +196,7 @@ LINE = CommandLine(("unisono", "run", "train.py"))
 )
 def test_conflicting_settings_are_refused_with_a_command(fields: dict[str, Any], words: str) -> None:
     problems = check(Settings(steps=1, **fields), 4, LINE)
-    messages = [f"{problem.asked}: {problem.true} {problem.do}" for problem in problems]
+    messages = [f"{problem.error}: {problem.facts} {problem.remedy}" for problem in problems]
     assert any(re.search(words, line) for line in messages), messages
 
 
@@ -208,12 +208,12 @@ def test_virtual_ranks_are_the_workers(size: int, count: int, staleness: int | N
 
 def test_more_workers_than_virtual_ranks_are_too_many() -> None:
     (problem,) = check(Settings(steps=1, batch=8, exchange="server"), 10, LINE)
-    assert (problem.asked, problem.true) == (
+    assert (problem.error, problem.facts) == (
         "9 workers are more than virtual_ranks.",
         "Each of the 8 virtual ranks runs on one: 1 to 8 workers.",
     )
-    assert "--ranks 9, or (other bits):" in problem.do
-    assert "--ranks 10 --set virtual_ranks=9 --set batch=9" in problem.do
+    assert "--ranks 9, or (other bits):" in problem.remedy
+    assert "--ranks 10 --set virtual_ranks=9 --set batch=9" in problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_exchanges_that_add_parts_support_parallel_axes(exchange: Any, axis: str
 
 def test_a_refused_axis_is_reported_together_with_a_wrong_mesh() -> None:
     axis, mesh = check(Settings(steps=1, exchange="server", parallel=ParallelSettings(shard=2)), 3, LINE)
-    assert mesh.asked == "3 processes cannot form the mesh."
-    assert axis.asked == "exchange = server cannot be combined with parallel.shard = 2."
+    assert mesh.error == "3 processes cannot form the mesh."
+    assert axis.error == "exchange = server cannot be combined with parallel.shard = 2."
 
 
 def test_all_conflicts_are_reported_together() -> None:
@@ -243,8 +243,8 @@ def test_all_conflicts_are_reported_together() -> None:
 def test_compression_needs_more_than_one_virtual_rank() -> None:
     settings = Settings(steps=1, virtual_ranks=1, compress=CompressSettings(kind="bf16"))
     (problem,) = check(settings, 1, LINE)
-    assert problem.asked == "compress.kind = bf16 cannot be combined with virtual_ranks = 1."
-    assert "no gradient is sent" in problem.true
+    assert problem.error == "compress.kind = bf16 cannot be combined with virtual_ranks = 1."
+    assert "no gradient is sent" in problem.facts
 
 
 @pytest.mark.parametrize(("nodes", "ranks"), [(2, 5), (4, 5), (5, 5), (3, 3), (2, 2), (8, 8), (64, 100)])

@@ -79,15 +79,15 @@ LINE = CommandLine(("unisono", "run", "text"))
 def test_conflicting_settings_are_refused(parallel: dict[str, Any], error: str, do: str) -> None:
     processes = parallel.get("shard", 1) * parallel.get("pipeline", 1)
     (problem,) = check(Settings(steps=1, parallel=ParallelSettings(**parallel)), processes, LINE)
-    assert problem.asked == error
-    assert do in problem.do
+    assert problem.error == error
+    assert do in problem.remedy
 
 
 def test_two_half_precisions_conflict() -> None:
     config = Settings(steps=1, precision="fp16", parallel=ParallelSettings(param_dtype="bf16"))
     (problem,) = check(config, 1, LINE)
-    assert problem.asked == "parallel.param_dtype = bf16 cannot be combined with precision = fp16."
-    assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.do
+    assert problem.error == "parallel.param_dtype = bf16 cannot be combined with precision = fp16."
+    assert "--set precision=bf16, or: unisono run text --set parallel.param_dtype=fp32" in problem.remedy
 
 
 def test_compatible_settings_are_accepted() -> None:
@@ -129,8 +129,8 @@ only_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this mac
 )
 def test_missing_devices_are_refused(parallel: dict[str, Any], true: str, do: str) -> None:
     (problem,) = device_problems(ParallelSettings(**parallel), 1, LINE)
-    assert true in problem.true
-    assert do in problem.do.replace('\'parallel.devices=["cpu","cpu"]\'', 'parallel.devices=["cpu","cpu"]')
+    assert true in problem.facts
+    assert do in problem.remedy.replace('\'parallel.devices=["cpu","cpu"]\'', 'parallel.devices=["cpu","cpu"]')
 
 
 @only_cpu

@@ -144,7 +144,7 @@ class SettingsSources(Generic[T]):
             values, sources = read(file)
         except SettingsError as error:
             do = f"rm {file}; then, with --set for all settings that the run was given: {self.line}"
-            true = f"{error.problems[0].asked} {error.problems[0].true}"
+            true = f"{error.problems[0].error} {error.problems[0].facts}"
             self.problems.append(Problem("Cannot resume without the run's settings.", true, do))
             return
         for name, source in sources.items():

@@ -121,7 +121,7 @@ def _cause(code: int | None) -> str:
 def _end_pin_memory_thread(batches: Any) -> None:
     """End torch's thread that pins memory.
 
-    A worker that died while writing leaves half a message. The thread would wait for the other half for ever, and torch
+    A worker that died while writing leaves half a message. The thread would wait for the other half forever, and torch
     for the thread. torch has no public way to end it.
     """
     thread = getattr(batches, "_pin_memory_thread", None)

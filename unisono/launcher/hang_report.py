@@ -47,7 +47,7 @@ def judge(statuses: Sequence[ProcessStatus]) -> HangDiagnosis | None:
     error_line = f"{subject} makes no progress{' before its first step' if step is None else ''}."
     facts = f"No process has made progress for {idle:.0f} s. {cause}\n\n{table(statuses, guilty)}\n"
     next_step = (
-        "look at that line; --set watchdog.timeout=SECONDS waits longer (0: for ever), --set watchdog.action=wait "
+        "look at that line; --set watchdog.timeout=SECONDS waits longer (0: no limit), --set watchdog.action=wait "
         "only reports."
     )
     if works:

@@ -318,7 +318,8 @@ class _Supervisor:
                 self._reap(process)
             if process.orphan_of is not None:
                 self._print(
-                    f"Process {number} was killed too: it shared a model with it. Its log is {process.spec.log}"
+                    f"Process {number} was killed too: it shared a model with the dead process. "
+                    f"Its log is {process.spec.log}"
                 )
                 continue
             if self.failing or process.failed() or process.spec.record.exists():

@@ -107,7 +107,9 @@ class Timeline:
         self._shut()
         self._lines.clear()
         if self._note is not None:
-            self._note(f"The timeline {self.path} ends here ({error.strerror or error}); training goes on without it.")
+            self._note(
+                f"The timeline {self.path} ends here ({error.strerror or error}). Training continues without it."
+            )
 
     def _shut(self) -> None:
         file, self._file = self._file, None

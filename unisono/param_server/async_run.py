@@ -17,7 +17,7 @@ data is used once, and with one worker it is the loop of one process, to the bit
 with parameters from some updates ago (param_server/ledger.py), and who comes first is decided by the machines: two runs
 of one command differ.
 
-Everybody runs the script, and its loop looks the same; roles differ inside.
+Every process runs the script, with the same loop. Only what its calls do differs:
 
     server   a step's number is that of the update. `for batch in step` walks over nothing and waits for a gradient;
              step.loss is that gradient's; step.update steps; run.evaluate, run.log, checkpoints: as on one process
@@ -25,9 +25,9 @@ Everybody runs the script, and its loop looks the same; roles differ inside.
              step.every(n) is never true, nothing is saved, and with the last step the script is over: what it does
              behind its loop, the server does
 
-Processes meet once, when the loop begins; then they part (torch's groups do not survive a death) and talk over links.
-A worker that dies closes its link: its step is handed out again, and nobody waits. When the server dies, its workers
-hear of it the same way and end; what it has saved is where a resume goes on.
+Processes form one group when the loop begins. Then they leave it, since a group of torch's does not survive a death,
+and exchange messages over links. A worker that dies closes its link: its step is assigned again, and no process waits.
+When the server dies, its workers get the same notice and end. A resume continues from the checkpoint that it saved.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def audit(
     target
         The name of a recipe, the path of a script, or a run directory.
     ranks
-        Number of processes. With three, two outvote the third.
+        Number of processes. With three processes, two equal results identify the wrong one.
     steps
         Number of steps to audit.
     script
@@ -122,11 +122,11 @@ class HardwareAudit(Verification):
             assert outcome.failure is not None
             message, _ = reason_of(outcome)
             self._say(message)
-            return self._leave(1, **found, said=message)
+            return self._leave(1, **found, message=message)
         if outcome.failure is not None:
             message, text = reason_of(outcome)
             self._say(f"The audited run fails.\n\n{text}")
-            return self._leave(outcome.exit_status, said=message)
+            return self._leave(outcome.exit_status, message=message)
         ranks = sorted({rank for *_, ranks in done for rank in ranks})
         where = plural(len(ranks), "process", "processes")
         self._say(f"{plural(len(done), 'virtual rank')} computed again on {where}: all results are equal to the bit.")

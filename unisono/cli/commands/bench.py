@@ -52,7 +52,7 @@ def bench(
     Parameters
     ----------
     ranks
-        Number of processes to start; 2 unless torchrun or srun started them.
+        Number of processes to start, 2 by default. Under torchrun and srun it is theirs.
     only
         Measure only this collective, or only `pairs`. Repeatable.
     sizes

@@ -123,7 +123,7 @@ class CountCheck(TrialRunner):
         return {"placement_proof": status == 0, "runs": self.results}
 
     def _report(self, name: str, result: str) -> None:
-        self.results.append({"run": name, "said": result})
+        self.results.append({"run": name, "message": result})
         self._say(f"{name:34} {result}")
 
     def _passed(self, virtual_ranks: int) -> int:
@@ -138,20 +138,24 @@ class CountCheck(TrialRunner):
     def _differs(self, first: Key, name: str) -> int:
         cause = self._cause(first, name)
         self._say(
-            f"\nNot placement-proof. First difference, with {name}: {first}.\n  {cause.facts}\n  Next: {cause.do}"
+            f"\nThe result depends on the placement. First difference, with {name}: {first}."
+            f"\n  {cause.facts}\n  Next: {cause.remedy}"
         )
         place = {"step": first.step, "pass": first.walk, "virtual_rank": first.virtual_rank, "number": first.number}
         where = {"what": str(first), "name": first.name, **place}
-        return self._leave(1, first=where, with_run=name, cause=cause.name, said=cause.facts, do=cause.do)
+        return self._leave(1, first=where, with_run=name, cause=cause.name, message=cause.facts, remedy=cause.remedy)
 
     def _fails(self, trial: Trial, outcome: RunOutcome) -> int:
         message, text = reason_of(outcome)
-        self._say(f"\nNot placement-proof. The script fails with {trial.name}, but not with 1 process.\n\n{text}")
-        return self._leave(1, with_run=trial.name, cause="failure", said=message, do=FIX)
+        self._say(
+            f"\nThe result depends on the placement: the script fails with {trial.name}, but not with 1 process."
+            f"\n\n{text}"
+        )
+        return self._leave(1, with_run=trial.name, cause="failure", message=message, remedy=FIX)
 
     def _no_baseline(self, outcome: RunOutcome) -> int:
         """Report that there is nothing to compare with."""
         if outcome.failure is not None:
-            return self._leave(outcome.exit_status, cause="failure", said=self._baseline_fails(outcome), do=FIX)
+            return self._leave(outcome.exit_status, cause="failure", message=self._baseline_fails(outcome), remedy=FIX)
         do = "for step in run.steps(train_set), in the function that is passed to unisono.main"
         raise SettingsError(f"{self.script.name} made no step.", "There is nothing to compare.", do)

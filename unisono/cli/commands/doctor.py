@@ -66,14 +66,14 @@ class Finding(NamedTuple):
     Args:
         level: ok, note or broken.
         what: what was checked.
-        true: the facts.
-        do: what to type to repair it.
+        facts: what was found.
+        remedy: what to type to repair it.
     """
 
     level: Literal["ok", "note", "broken"]
     what: str
-    true: str
-    do: str = ""
+    facts: str
+    remedy: str = ""
 
 
 def doctor(
@@ -89,7 +89,7 @@ def doctor(
     Parameters
     ----------
     rehearse
-        Inject failures into runs of this recipe or script instead, and report which ones it survives.
+        Inject failures into runs of this recipe or script instead, and report which failures the runs survive.
     ranks
         Number of processes of a rehearsal.
     """
@@ -110,7 +110,7 @@ def doctor(
     if json:
         print(json_.dumps({"broken": len(broken), "findings": [finding._asdict() for finding in findings]}))
     else:
-        devices = [f for f in findings if f.what == "device" and ":" in f.true.partition(" ")[0]]
+        devices = [f for f in findings if f.what == "device" and ":" in f.facts.partition(" ")[0]]
         more = " --cpu-ranks 1" if len(devices) == 1 else ""  # the second process has none
         print(f"{len(broken)} broken." if broken else f"Ready. Next: unisono run text --ranks 2{more}")
     return 1 if broken else 0
@@ -123,9 +123,9 @@ def print_finding(finding: Finding) -> None:
 
     style = {"ok": "green", "note": "yellow", "broken": "bold red"}[finding.level]
     console = Console(soft_wrap=True, highlight=False)
-    console.print(Text.assemble((f"{finding.level:7}", style), f"{finding.what:14} {finding.true}"))
-    if finding.do:
-        console.print(Text(f"{'':22} Next: {finding.do}"))
+    console.print(Text.assemble((f"{finding.level:7}", style), f"{finding.what:14} {finding.facts}"))
+    if finding.remedy:
+        console.print(Text(f"{'':22} Next: {finding.remedy}"))
 
 
 def examine() -> Iterator[Finding]:

@@ -34,7 +34,7 @@ def export(
     out
         The file to write.
     model
-        Write only this one of several tracked models. By default all, with the model's name as a prefix.
+        Write only this model. By default all tracked models are written, with the model's name as a prefix.
     force
         Overwrite an existing file.
     json

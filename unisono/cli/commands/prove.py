@@ -36,28 +36,28 @@ def prove(
     /,
     *,
     parallel: Annotated[
-        tuple[str, ...], Parameter(name="--parallel", metavar="PLACEMENT", show_default=False, group=WHERE)
+        tuple[str, ...], Parameter(name="--parallel", metavar="LAYOUT", show_default=False, group=WHERE)
     ] = (),
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = 3,
     tolerance: Annotated[float, Parameter(metavar="X", group=WHERE)] = TOLERANCE,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Compare every gradient of a few steps under several placements with those of one process.
+    """Compare every gradient of a few steps under several parallel layouts with those of one process.
 
-    A table lists the relative errors, and the first tensor that disagrees is named. Nothing is kept of these runs.
+    A table lists the relative errors, and the first tensor that disagrees is named. These runs are deleted.
 
-    Exit status 1: a placement disagrees, or fails.
+    Exit status 1: a layout disagrees, or fails.
 
     Parameters
     ----------
     target
         The name of a recipe, or the path of a script.
     parallel
-        Settings of `parallel`, as in shard=2,reshard=step. Repeatable; by default all that fit on 4 processes.
+        Settings of `parallel`, as in shard=2,reshard=step. Repeatable. By default all layouts that fit on 4 processes.
     steps
         Number of steps to compare.
     tolerance
-        Largest relative error of a gradient; that of a loss is a tenth of it.
+        Largest relative error of a gradient. The limit for a loss is a tenth of this.
     """
     words = [word for each in parallel for word in ("--parallel", each)]
     words += ["--steps", str(steps)] if steps != 3 else []
@@ -218,7 +218,7 @@ class LayoutProof(TrialRunner):
             return self._stopped(cause="stopped")
         if outcome.exit_status:
             message = self._baseline_fails(outcome)
-            return self._leave(outcome.exit_status, failed={"placement": self.one.placement, "said": message})
+            return self._leave(outcome.exit_status, failed={"placement": self.one.placement, "message": message})
         truth = self._truth()
         self.steps = len(truth.main["seconds"])  # the script may have fewer steps
         self._measured(self.one, truth, truth, ALONE)
@@ -230,7 +230,7 @@ class LayoutProof(TrialRunner):
             row = LayoutRow(str(placement), placement.processes)
             self.rows.append(row)
             if row.placement in misfits:
-                row.verdict, row.reason = "refused", misfits[row.placement][0].true
+                row.verdict, row.reason = "refused", misfits[row.placement][0].facts
             else:
                 outcome = self._steps(placement, "other")
                 if outcome.stopped:
@@ -289,7 +289,7 @@ class LayoutProof(TrialRunner):
         """Record that a trial failed. If the user did not name the placement, and the library refused it, that is no
         failure: the model does not support the placement."""
         record = outcome.failure.record if outcome.failure is not None else None
-        row.reason = (record.problems[0].true if record.problems else record.message) if record is not None else ""
+        row.reason = (record.problems[0].facts if record.problems else record.message) if record is not None else ""
         if record is not None and record.problems and not self.named:
             row.verdict = "refused"
             return
@@ -326,7 +326,7 @@ class LayoutProof(TrialRunner):
             message, text = reason_of(outcome)
             status = outcome.exit_status or 1
             self._say(f"\n{row.placement} fails, but one process does not.\n\n{text}")
-            more |= {"failed": {"placement": row.placement, "said": message}}
+            more |= {"failed": {"placement": row.placement, "message": message}}
         rows = [asdict(row) for row in self.rows]
         return self._leave(status, limits=limits._asdict(), one=asdict(self.one), placements=rows, **more)
 

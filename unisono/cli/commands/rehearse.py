@@ -280,6 +280,6 @@ class Rehearsal(Verification):
 def _why(outcome: RunOutcome) -> str:
     """Return the reason why a run ended, shortened to one line."""
     record = outcome.failure.record if outcome.failure is not None else None
-    reason = record.problems[0].true if record is not None and record.problems else reason_of(outcome)[0]
+    reason = record.problems[0].facts if record is not None and record.problems else reason_of(outcome)[0]
     first = reason.strip().partition("\n")[0].partition(": usually")[0].rstrip(".")
     return shorten(NO_PROGRESS.sub("", first), WIDTH, placeholder=" ...")

@@ -34,7 +34,7 @@ def replay(
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
-    """Compute one step of a run again on one process, with the same bits, whatever the number of processes was.
+    """Compute one step of a run again on one process, with the same bits, for any number of processes of the run.
 
     Training starts from the newest checkpoint before that step. Each micro-batch is listed with its samples and loss.
 
@@ -45,7 +45,7 @@ def replay(
     run_dir
         The run directory.
     step
-        Number of the step, counted from 0 as in messages and timelines.
+        Number of the step, counted from 0. (The progress line counts from 1.)
     virtual_rank
         Compute only the part of this virtual rank.
     debug

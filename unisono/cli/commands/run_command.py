@@ -48,13 +48,13 @@ def run(
     target
         The name of a recipe, or the path of a script.
     ranks
-        Number of processes. The result is the same for any number. If a process dies, the others continue, and
-        it is replaced. With MIN:MAX (2:4) all restart from the newest checkpoint if fewer than MIN are left. On
-        accelerators all restart at every death, unless MIN:MAX is given.
+        Number of processes. The result is the same for any number. If a process dies, the other processes continue,
+        and a replacement starts. With MIN:MAX (2:4) all processes restart from the newest checkpoint if fewer than
+        MIN are left. On accelerators all processes restart when one dies, unless MIN:MAX is given.
     cpu_ranks
         Number of these processes that compute on the CPU: parameter servers first, otherwise the last ranks.
     no_dry_run
-        Skip the dry run that checks, before the start, whether the script's model can be divided as requested.
+        Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
     """
     world = World.current()
     if world.foreign and world.size > 1:

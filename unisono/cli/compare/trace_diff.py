@@ -126,7 +126,7 @@ class DifferenceCause(NamedTuple):
 
     name: str
     facts: str
-    do: str
+    remedy: str
 
 
 def cause_of(first: Key, name: str, one: TraceFile, other: TraceFile, *, hashes: bool = False) -> DifferenceCause:

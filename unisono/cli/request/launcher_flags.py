@@ -55,7 +55,7 @@ class Answer(NamedTuple):
 
     flag: str
     facts: str
-    do: str
+    remedy: str
 
 
 def find(words: Sequence[str], known: Iterable[str]) -> ForeignFlags:

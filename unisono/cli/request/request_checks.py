@@ -137,8 +137,8 @@ def checked(
     if found and report is None and (problems or wrong or in_run_dir):
         report = inspect_script(script, request, size, line)
     if report is not None and report.problems:
-        known = {problem.asked for problem in report.problems}
-        wrong = [*report.problems, *(problem for problem in wrong if problem.asked not in known)]
+        known = {problem.error for problem in report.problems}
+        wrong = [*report.problems, *(problem for problem in wrong if problem.error not in known)]
     if problems := [*problems, *wrong, *in_run_dir]:
         raise SettingsError.of(problems)
     assert settings is not None

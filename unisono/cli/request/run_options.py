@@ -32,13 +32,13 @@ class RunRequest:
     Parameters
     ----------
     sets
-        Set a setting, as in --set batch=64 --set model.width=128. Overrides the settings file. Repeatable.
+        Set a value, as in --set batch=64 --set model.width=128. Overrides the settings file. Repeatable.
     settings_file
         Read settings from a TOML file, such as the settings.toml of a run.
     resume
         Continue from the newest complete checkpoint.
     autoresume
-        Continue if --run-dir holds a run, else start one: for job managers that repeat the same command.
+        Continue if --run-dir holds a run, otherwise start a new run: for job managers that repeat the same command.
     accept_change
         Resume although this field differs from the run. Bits change from here on, and result.json says so.
     run_dir

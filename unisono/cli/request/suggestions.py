@@ -74,7 +74,7 @@ OPERANDS = {
 PATHS = {"--run-dir": "runs/mine", "--settings": "", "--script": ""}
 """Flags that take a path, and an example; "" if the command without the flag is the likelier one."""
 
-EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "PLACEMENT": "shard=2"}
+EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "LAYOUT": "shard=2"}
 """A valid value for each placeholder in the help."""
 
 VERBS_ELSEWHERE = {
@@ -98,7 +98,7 @@ class Suggestions:
     def answer(self, error: CycloptsError) -> SettingsError:
         """Return the error that the user sees for an error of the parser."""
         if isinstance(error, UnknownOptionError | UnusedCliTokensError) and (found := self._launcher_flag()):
-            return SettingsError(f"There is no flag {found.flag}.", found.facts, found.do)
+            return SettingsError(f"There is no flag {found.flag}.", found.facts, found.remedy)
         match error:
             case UnknownOptionError():
                 return self._unknown_flag(error.token.keyword or error.token.value)
@@ -177,7 +177,7 @@ class Suggestions:
         words, verbs = list(self.flags), self._verbs
         place = next((i for i, word in enumerate(words) if not word.startswith("-")), 0)
         word, before, after = words[place], [*self.command, *words[:place]], words[place + 1 :]
-        error = f"There is no verb {word}."
+        error = f"There is no command {word}."
         if Path(word).is_file() or word in recipes():
             kind = "recipe" if not Path(word).is_file() else "script"
             return _error(error, f"{word} is a {kind}, and unisono run trains it.", [*before, "run", word, *after])
@@ -188,8 +188,8 @@ class Suggestions:
             return _error(error, f"unisono {verb} does that.", [*before, verb, *example, *kept])
         near = difflib.get_close_matches(word, verbs, 1, 0.5)
         if near:
-            return _error(error, f"The nearest verb is {near[0]}.", [*before, near[0], *after])
-        return _error(error, f"The verbs are {', '.join(verbs)}.", self._help)
+            return _error(error, f"The nearest command is {near[0]}.", [*before, near[0], *after])
+        return _error(error, f"The commands are {', '.join(verbs)}.", self._help)
 
     def _unknown_flag(self, flag: str) -> SettingsError:
         """Answer --batch 64, --rank 2, and a flag of the script."""
@@ -232,7 +232,7 @@ class Suggestions:
             meant = shlex.join([*self.command, *joined])
             if left[taken:]:
                 rest = replace(self, flags=joined)
-                meant = rest.unexpected(left[taken:]).problems[0].do
+                meant = rest.unexpected(left[taken:]).problems[0].remedy
             return SettingsError(f"--set {name} has no value.", "--set takes key=value, in one word.", meant)
         error, kept = f"Unexpected argument: {shlex.join(tokens)}", list(self.flags)
         for token in tokens:

@@ -139,7 +139,7 @@ class StartRequest:
             kept.enter_context(lock_run_dir(Path(where), self.line(), patience=patience))
         except SettingsError as error:
             another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
-            raise SettingsError(f"{where} is in use.", error.problems[0].true, str(another)) from None
+            raise SettingsError(f"{where} is in use.", error.problems[0].facts, str(another)) from None
 
     def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
         """Return the checkpoint to resume; None if there is none yet. Raises SettingsError if it does not match."""

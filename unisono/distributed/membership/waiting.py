@@ -1,4 +1,4 @@
-"""Works that end when a peer is lost, so that a death does not leave this process waiting for ever.
+"""Works that end when a peer is lost, so that a death does not leave this process waiting forever.
 
 A broken connection nearly always fails the operations that wait for it. There is one exception: gloo drops a message
 that it is just about to write at that moment. The send is neither done nor failed, although all later ones fail (torch
@@ -11,7 +11,7 @@ So where training continues after a death, no thread that is still needed waits 
         send 1, 2 ----> |SendThread| 1 done .. 2 (dropped)               left behind with the old group
         caller  wait 2 ........................ peer lost --> an error
 
-NCCL reports no deaths, and its `wait` returns at once: later work on the device then waits, for ever if a peer is gone.
+NCCL reports no deaths, and its `wait` returns at once: later work on the device then waits, forever if a peer is gone.
 When the group is aborted, all collectives count as completed, whatever their results contain. `NcclWork` turns this
 into the behavior of gloo: `wait` ends with the result, or with an error.
 """

@@ -246,9 +246,9 @@ class RedundantCompute(Extension):
         }
         if wrong and len(wrong) < len(set(plan.ranks)):
             bad = " and ".join(sorted({hosts[rank] for rank in wrong}))
-            do = f"do without {bad}, and go on with --resume; or look closer:"
+            do = f"exclude {bad}, and continue with --resume; or look closer:"
             if len(set(hosts)) == 1:
-                do = f"go on with --resume on another machine than {bad}; or look closer:"
+                do = f"continue with --resume on another machine than {bad}; or look closer:"
         else:
             do = "with three processes two outvote the third; and unisono check SCRIPT tells whether it is the script:"
         return DivergenceError(

@@ -164,7 +164,7 @@ class Replay(Extension):
         more = f", ... {len(samples)} in all" if len(samples) > SHOWN else ""
         print(
             f"Step {place.step}, virtual rank {place.virtual_rank}, micro-batch {place.number}: samples "
-            f"{', '.join(map(str, samples[:SHOWN]))}{more}. The next line is the loop's own; c goes on, q leaves.",
+            f"{', '.join(map(str, samples[:SHOWN]))}{more}. The next line is the loop's own; c continues, q quits.",
             flush=True,
         )
         phases.enter("other")

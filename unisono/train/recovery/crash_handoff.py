@@ -66,11 +66,11 @@ def load_dump(context: RunContext, replica: ShardReplica) -> None:
     try:
         newest = replica.newest(lost)
     except CheckpointError as error:
-        note(f"What was left behind is not enough: {error.problems[0].true}")
+        note(f"The emergency dumps are not enough: {error.problems[0].facts}")
         newest = -1
     if newest > progress.steps_done:
         progress.steps_done = progress.resumed_at = replica.restore(lost)
-        note(f"going on after step {newest}, from what the processes have left behind")
+        note(f"continuing after step {newest}, from the emergency dumps of the processes")
     else:
         replica.mine, replica.theirs = [None, None], [None, None]
 

@@ -13,7 +13,7 @@ class Cause(NamedTuple):
 
     name: str
     said: str
-    do: str
+    remedy: str
 
 
 STATE = Cause(

@@ -341,9 +341,9 @@ class Verification(Extension):
         first, true = f"{what}, so the promise of equal bits does not hold.", f"{facts} {cause.said}".strip()
         if stops:
             raise PromiseBrokenError(
-                first, true, f"{cause.do}; or go on with the promise lowered: --set promise.on_violation=warn"
+                first, true, f"{cause.remedy}; or continue with a lowered promise: --set promise.on_violation=warn"
             )
-        monitor.note(f"promise  tolerance from step {step} on. {first}\n  {true}\n  Next: {cause.do}.")
+        monitor.note(f"promise  tolerance from step {step} on. {first}\n  {true}\n  Next: {cause.remedy}.")
 
 
 def ignore(parameter: int, grad: torch.Tensor) -> None:
