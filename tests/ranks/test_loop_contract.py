@@ -326,8 +326,8 @@ BREACHES = {
         with_step(lambda s, m, o: s.backward(m(torch.ones(3)).sum(), 1)), "backward outside of its"
     ),
     "backward after": Breach(with_end(lambda s, o: s.backward(torch.ones(()), 1)), "backward outside of its rounds"),
-    "add after": Breach(with_end(lambda s, o: s.add("x", 1)), "Step 0 was asked to add 'x' outside of its rounds"),
-    "add by a taken name": Breach(with_body(lambda s, *_: s.add("loss", 1)), "add 'loss'.*That name is taken"),
+    "add after": Breach(with_end(lambda s, o: s.add("x", 1)), "Step 0 cannot add 'x' outside of its inner loop"),
+    "add by a taken name": Breach(with_body(lambda s, *_: s.add("loss", 1)), "cannot add a sum named 'loss'.*That name is taken"),
     "a batch norm over one sample": Breach(
         lambda run: train(run, build=normed),
         r"^unisono\.errors\.LoopError: The batch norm 1 of Sequential .*the last step of every epoch .*--set batch=10",
@@ -348,9 +348,9 @@ BREACHES = {
     "update alone": Breach(with_step(lambda s, m, o: s.update(o)), "Step 0 was updated without its rounds"),
     "no update": Breach(with_end(lambda s, o: 0), "Step 0 ended without an update"),
     "nothing at all": Breach(with_step(lambda s, m, o: 0), "Step 0 was skipped.*for batch in step"),
-    "the loss too early": Breach(with_body(lambda s, *_: s.loss), "Step 0 was asked for its loss"),
-    "a name nobody added": Breach(with_end(lambda s, o: s.mean("hits")), "'hits'.*What was added is: loss"),
-    "the norm too late": Breach(with_end(norm_late), "Step 0 was asked for grad_norm.*ask between"),
+    "the loss too early": Breach(with_body(lambda s, *_: s.loss), "Step 0 has no loss yet"),
+    "a name nobody added": Breach(with_end(lambda s, o: s.mean("hits")), "'hits'.*Its sums are: loss"),
+    "the norm too late": Breach(with_end(norm_late), "Step 0 has no grad_norm now.*read it between"),
     # evaluation
     "measured as one number": Breach(measured(lambda out, x, i: out.sum()), r"returned Tensor.*return \(sum, weight\)"),
     "measured in a dict": Breach(measured(lambda out, x, i: {"hits": 3}), r"returned int for 'hits'.*return \(sum"),

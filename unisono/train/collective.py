@@ -1,8 +1,8 @@
-"""What all processes of a run do together between two steps: checked, and repeated if a process dies in it.
+"""Run operations of all processes between two steps: checked, and repeated if a process dies.
 
-for attempt in collective.attempts("run.evaluate"):      check that every rank is here
+for attempt in collective.attempts("run.evaluate"):      check that every rank makes the same call
     with attempt:
-        ...                                              after a death: again, with the processes that are left
+        ...                                              after a death: again, with the remaining processes
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PEER_ERRORS = (PeerLostError, RuntimeError, ConnectionError)
 
 
 class Attempt:
-    """One attempt at a collective; enter it around the body. `repeat`: it has to be made again."""
+    """One attempt at a collective; enter it around the body. `repeat`: another attempt has to follow."""
 
     repeat = False
 
     def checking(self) -> AbstractContextManager[None]:
-        """Return a block for the check that every rank is here, which comes before the body."""
+        """Return a block for the check that every rank makes the same call. The check comes before the body."""
         return nullcontext()
 
     def __enter__(self) -> None:
@@ -48,22 +48,22 @@ class Attempt:
 
 
 class Recovery(Protocol):
-    """How this process continues when a peer dies, and when a process joins."""
+    """Continue a run when a peer dies, and when a process joins."""
 
     def attempt(self, verb: str, *, again: bool) -> Attempt:
-        """Return an attempt at a collective; not `again`: if it fails, the death is raised."""
+        """Return an attempt at a collective. Without `again`, a failed attempt raises the death."""
         ...
 
     def resume_step(self, step: StepState, gradient: GradientPass, lost: Exception) -> Rounds | None:
-        """Return the micro-batches that are missing after a death; None: the gradient is whole everywhere."""
+        """Return the micro-batches that are missing after a death, or None if the gradient is complete everywhere."""
         ...
 
     def refetch(self, step: StepState) -> None:
-        """Fetch the micro-batches of another pass, if they are assigned otherwise than in the first one."""
+        """Fetch the micro-batches of another pass, if their assignment has changed since the first one."""
         ...
 
     def completed(self) -> None:
-        """Note that a collective or a pass is complete on all processes."""
+        """Record that a collective or a pass is complete on all processes."""
         ...
 
     def admit_joiners(self) -> None:
@@ -71,12 +71,12 @@ class Recovery(Protocol):
         ...
 
     def join(self) -> None:
-        """Wait until the others let this process join."""
+        """Wait until the other processes admit this process."""
         ...
 
 
 class NoRecovery:
-    """No process continues without a peer: the newest checkpoint is the way."""
+    """No recovery: after a death, a run continues from the newest checkpoint."""
 
     def attempt(self, verb: str, *, again: bool) -> Attempt:
         return Attempt()
@@ -95,9 +95,9 @@ class NoRecovery:
 
     def join(self) -> None:
         raise WorldError(
-            "A process was to join a run that is in the midst of it.",
-            "Its settings ask for something that no process can join later.",
-            "go on from the newest checkpoint: the same command with --resume.",
+            "A process cannot join this run.",
+            "Its settings use a feature that does not support joining processes.",
+            "continue from the newest checkpoint: the same command with --resume.",
         )
 
 
@@ -109,19 +109,19 @@ class Collective:
         self.recovery: Recovery = NoRecovery()
 
     def survive_deaths(self, recovery: Recovery) -> None:
-        """Repeat collectives, from now on, as `recovery` says."""
+        """Repeat collectives with `recovery` from now on."""
         self.recovery = recovery
 
     def attempts(self, verb: str, *, again: bool = True, checked: bool = True) -> Iterator[Attempt]:
         """Yield attempts until one is complete on all processes.
 
         Args:
-            verb: one of step_sync.VERBS, or any words if it is not checked.
-            again: whether the body may be made a second time, with the same effect. If not, a death is raised.
-            checked: whether to check first that every rank is about to do this.
+            verb: one of step_sync.VERBS, or any text if it is not checked.
+            again: whether the body may run a second time, with the same effect. If not, a death is raised.
+            checked: whether to check first that every rank makes the same call.
 
         Raises:
-            LoopError: ranks are in different places.
+            LoopError: the ranks make different calls.
         """
         while True:
             attempt = self.recovery.attempt(verb, again=again)
@@ -137,7 +137,7 @@ class Collective:
         return False  # type: ignore[unreachable]  # the block swallows the death of a peer
 
     def run(self, verb: str, body: Callable[[], T], *, checked: bool = False) -> T:
-        """Return what `body` returns, which all processes call together."""
+        """Return the value of `body`, which all processes call together."""
         found: list[T] = []
         for attempt in self.attempts(verb, checked=checked):
             with attempt:

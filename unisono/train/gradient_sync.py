@@ -1,4 +1,4 @@
-"""Make the gradients of a step whole: from the parameters that train to `p.grad` on every process."""
+"""Complete the gradients of a step: sum the gradients of all processes into `p.grad` on every process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from unisono.train.step_sync import LOSS, StepSync
 
 
 class Synchronizer(Protocol):
-    """Make the gradient of a pass whole. `steps_optimizers`: whether optimizers step on this process."""
+    """Complete the gradient of a pass. `steps_optimizers`: whether optimizers step on this process."""
 
     steps_optimizers: bool
 
@@ -51,10 +51,10 @@ class Synchronizer(Protocol):
 
 
 class GradientSync:
-    """Synchronize the gradients of the processes that make steps together.
+    """Synchronize the gradients of the processes that run steps together.
 
-    mesh      of these processes
-    block     [lo, hi) of the virtual ranks whose steps they make together
+    mesh      the mesh of these processes
+    block     [lo, hi) of the virtual ranks whose steps they run together
     """
 
     steps_optimizers = True
@@ -80,11 +80,11 @@ class GradientSync:
         self._exchange_states, self._checks, self._progress = exchange_states, checks, progress
         self._collective, self._seed_update, self._custom = collective, seed_update, custom
         self._gradients: dict[tuple[int, ...], GradientPass] = {}
-        self._whole: GradientPass | None = None  # the one of all parameters
+        self._whole: GradientPass | None = None  # the gradient of all parameters
 
     @property
     def group(self) -> ProcessGroup:
-        """The processes that make steps together."""
+        """The processes that run steps together."""
         return self.mesh.world
 
     @property
@@ -94,22 +94,22 @@ class GradientSync:
 
     @property
     def gradients(self) -> Sequence[GradientPass]:
-        """The gradients of all passes that were walked."""
+        """The gradients of all passes so far."""
         return list(self._gradients.values())
 
     def gradient_of(self, optimizers: Sequence[Any] | None, *, waiting: bool = False) -> GradientPass:
-        """Return the gradient of all parameters that train now, or only of those of some optimizers.
+        """Return the gradient of all parameters that are trained now, or only of those of some optimizers.
 
         Args:
             optimizers: the optimizers; None: all parameters.
-            waiting: whether an optimizer has yet to use another gradient of the same step.
+            waiting: whether an optimizer has not yet used another gradient of the same step.
         """
         models = self.models
         models.reshard()
-        if models.check_growth():  # some were frozen or unfrozen, or are new
+        if models.check_growth():  # some parameters were frozen or unfrozen, or are new
             if waiting:
                 raise LoopError(
-                    "step.over was asked for another pass of a step.",
+                    "step.over cannot begin another pass of this step.",
                     "Parameters were frozen or unfrozen, or are new, while the gradient of an earlier pass waits.",
                     "update first; a pass needs nothing frozen: only its optimizers' parameters get a gradient.",
                 )
@@ -162,7 +162,7 @@ class GradientSync:
     # -- a pass
 
     def begin(self, step: StepState, gradient: GradientPass, assignment: Assignment) -> None:
-        """Begin a pass, with these virtual ranks."""
+        """Begin a pass with the virtual ranks of this assignment."""
         self.begin_exchange(gradient, assignment)
         if self.settings.virtual_ranks > 1:
             bounds = self._checks.order.micro_bounds
@@ -176,15 +176,14 @@ class GradientSync:
         self.models.busy = True
 
     def synchronize(self, step: StepState, gradient: GradientPass) -> None:
-        """Make the gradient of a pass whole: afterwards p.grad is the mean gradient on every process.
+        """Complete the gradient of a pass: afterwards p.grad is the mean gradient on every process.
 
-        All that the processes do together can be repeated, until the gradient is known to be whole. Then comes
-        `commit`.
+        All collectives in here can be repeated until all processes hold the gradient. `commit` follows.
         """
         several = self.settings.virtual_ranks > 1
         buffers, exchange = self.models.buffers, gradient.exchange
         if several:
-            self._checks.check_forward(step)  # before anything is sent: this process reports it, not one that waits
+            self._checks.check_forward(step)  # before anything is sent: this process reports the error
         exchange.launch()
         self.models.busy = False
         gradient.seen = True
@@ -201,7 +200,7 @@ class GradientSync:
         self._progress.agreed = agreed = totals.flags
         if agreed["touched"]:
             raise gradient_modified_error()
-        if not agreed["learns"]:  # in no stage of a pipeline; otherwise it was refused before the step
+        if not agreed["learns"]:  # in no stage of a pipeline; without a pipeline, an earlier check raises the error
             raise self.models.nothing_trains_error()
         loss, weight = totals.sums.get(LOSS, (0.0, 0.0))
         step.loss_is_finite = self._checks.check_totals(step, loss, weight, totals.losses)
@@ -218,7 +217,7 @@ class GradientSync:
         return monitor is not None and monitor.join_requested
 
     def commit(self, step: StepState, gradient: GradientPass) -> None:
-        """Apply what this process does by itself when the gradient is whole on all processes."""
+        """Apply the local effects of a pass, when the gradient is complete on all processes."""
         exchange = gradient.exchange
         self.step_sync.forget()
         self._progress.bytes_sent += exchange.sent
@@ -234,8 +233,9 @@ class GradientSync:
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """Return the 2-norm of the gradient of these parameters, and clip it to `limit`, if there is one.
 
-        With one virtual rank both are torch's own, to the bit, unless a tensor is sharded: torch takes no sharded
-        gradients beside whole ones. Otherwise they do not depend on the placement (grad_norm.py).
+        With one virtual rank, both operations are torch's own, to the bit. An exception is a model with sharded
+        tensors, because torch does not mix sharded and whole gradients. In all other cases neither depends on the
+        placement (grad_norm.py).
         """
         grads = [p.grad for p in params if p.grad is not None]
         if self.settings.virtual_ranks == 1 and not any(map(is_dtensor, grads)):
@@ -252,25 +252,25 @@ class GradientSync:
             clip_(grads, limit, norm)
         return norm
 
-    # -- other processes, other parameters
+    # -- changes of processes and parameters
 
     def restart(self) -> None:
-        """Rebuild every exchange when its next pass begins, because other processes make the steps from now on."""
+        """Rebuild every exchange when its next pass begins, because the group of processes has changed."""
         for gradient in self._gradients.values():
             gradient.stale = True
 
     def split(self, mesh: Mesh, block: tuple[int, int]) -> None:
-        """From the next step on, the processes of `mesh` make steps by themselves, over these virtual ranks."""
+        """Let the processes of `mesh` run steps by themselves over these virtual ranks, from the next step on."""
         self.forget()
         self.mesh, self.block = mesh, block
 
     def forget(self) -> None:
-        """Close all exchanges: other parameters train from now on."""
+        """Close all exchanges, because the set of trained parameters has changed."""
         for gradient in self._gradients.values():
             gradient.close()
         self._gradients, self._whole = {}, None
         self._exchange_states.forget()
 
     def close(self) -> None:
-        """Release the parameters; closing twice changes nothing."""
+        """Release the parameters. A second call has no effect."""
         self.forget()

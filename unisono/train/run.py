@@ -44,8 +44,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 class Run(Generic[S]):
     """A training run, as its script sees it.
 
-    settings  the script's settings, as they are in this run
-    device    where this process computes
+    settings  the script's settings for this run
+    device    the device on which this process computes
     dir       the run directory
     context   the objects that Unisono's own modules share; not for scripts
     """
@@ -73,7 +73,7 @@ class Run(Generic[S]):
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints, and writes files."""
+        """Whether this is the main process, which prints and writes files."""
         self._note_reader("run.is_main")
         return self.context.group.rank == 0 and not self.context.waits
 
@@ -84,12 +84,12 @@ class Run(Generic[S]):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run. With `epochs` it is known once the data is: see count_steps(data)."""
+        """Optimizer steps of the whole run. With `epochs` it depends on the data: see count_steps(data)."""
         if self._total_steps is None:
             raise SettingsError(
-                "run.total_steps was asked for.",
+                "run.total_steps is not known yet.",
                 f"The settings say epochs={self.settings.epochs}, and no data set has been seen yet.",
-                "run.count_steps(train_set) tells, and run.total_steps knows it from then on.",
+                "call run.count_steps(train_set) first: it returns the number, and sets run.total_steps.",
             )
         return self._total_steps
 
@@ -109,15 +109,15 @@ class Run(Generic[S]):
         sequence: SequenceDims | None = None,
         example: Any = None,
     ) -> Module:
-        """Put a model where it trains, and give every process the same weights, or its part; returns the model.
+        """Move a model to its device, and give every process the same weights, or its part. Return the model.
 
         Args:
-            model: a function that builds it (under the run's seed), or a ready module (rank 0's weights are taken).
+            model: a function that builds it (under the run's seed), or a ready module (all get rank 0's weights).
             plan: for parallel.tensor: {name of a module: a style of torch.distributed.tensor.parallel}, or a
                 ParallelPlan.
-            sequence: for parallel.context: what goes with positions, as in unisono.SequenceDims(positions={"cos": 0}).
+            sequence: for parallel.context: tensors by position, as in unisono.SequenceDims(positions={"cos": 0}).
             example: for parallel.pipeline: a micro-batch, as collated (model(batch[0]), or model(**batch) for a
-                mapping). The stages then take equally long, forward and backward, instead of having as many parameters.
+                mapping). The stages are then balanced by time, forward and backward, instead of by parameters.
         """
         context = self.context
         models, step_sync, settings = context.models, context.step_sync, self.settings
@@ -145,12 +145,12 @@ class Run(Generic[S]):
         return autocast(self.settings.precision, self.device)
 
     def track(self, **things: Any) -> None:
-        """Name what a resume needs.
+        """Name the objects that a resume needs.
 
-        That is models, optimizers, schedules, anything with state_dict and load_state_dict; and a dict, of what the
-        loop keeps in plain values (numbers, text, lists, tensors).
+        These are models, optimizers, schedules, and other objects with state_dict and load_state_dict; and a dict of
+        the plain values that the loop keeps (numbers, text, lists, tensors).
 
-        Call it before the loop. If the run is resumed, the state of the newest whole checkpoint is loaded here.
+        Call it before the loop. If the run is resumed, this loads the state of the newest complete checkpoint.
         """
         self._loop.track(things.values())
         state = self.context.state
@@ -158,13 +158,13 @@ class Run(Generic[S]):
         self.context.models.track(state.models.values())
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
-        """With exchange=ddp, before the loop: torch's DistributedDataParallel.register_comm_hook."""
+        """Call torch's DistributedDataParallel.register_comm_hook. Only with exchange=ddp, and before the loop."""
         refuse_hook(self.settings.exchange)
         self.context.models.comm_hook = state, hook
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Return a block that one process on each host enters before the others, for what is made or fetched once."""
+        """Return a block that one process on each host enters before the others, to create or fetch something once."""
         step_sync, ahead = self.context.step_sync, self.context.world.local_rank == 0
         if not ahead:
             step_sync.require_same_call("run.first")
@@ -182,15 +182,15 @@ class Run(Generic[S]):
         collate_fn: Collate | None = None,
         exchange: Build | None = None,
     ) -> Iterator[Step]:
-        """Yield the steps of the run over a data set, from where the run stands to its end.
+        """Yield the steps of the run over a data set, from the run's current step to its end.
 
-        Between two steps checkpoints are written and signals are heard.
+        Between two steps, checkpoints are written and signals are handled.
 
         Args:
             data: a map-style data set, with __len__ and __getitem__ (or __getitems__), or a Stream. None: each
-                micro-batch is a range of sample numbers, which continue from step to step: for what the loop makes
-                itself (rollouts, synthetic data).
-            shuffle: False: every epoch walks the data in its own order.
+                micro-batch is a range of sample numbers, which continue from step to step. Use this if the loop makes
+                its own data (rollouts, synthetic data).
+            shuffle: False: every epoch reads the data in the order of the data set.
             collate_fn: a list of samples -> a batch; by default torch's default_collate.
             exchange: your own (docs/guide/exchanges/custom.md): (params, virtual_ranks, group) -> unisono.Exchange.
 
@@ -217,7 +217,7 @@ class Run(Generic[S]):
         return steps
 
     def stop(self) -> None:
-        """End the loop on every process after the step under way, or, between two steps, after the next one.
+        """End the loop on every process after the current step, or, between two steps, after the next one.
 
         It is enough if one process calls it.
         """
@@ -234,10 +234,10 @@ class Run(Generic[S]):
         self.context.progress.refuse_within_round("run.collectives")
         self.context.step_sync.require_same_call("run.collectives")
 
-    # -- what comes out
+    # -- results
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
-        """Record values of this step: they go into the timeline, the progress line and, the last ones, result.json."""
+        """Record values of this step in the timeline and the progress line. The last values go into result.json."""
         logged = {name: plain(value) for name, value in {**(values or {}), **named}.items()}
         self.context.monitor.log(logged)
         self.context.progress.results.update(logged)
@@ -261,7 +261,7 @@ class Run(Generic[S]):
 
         Args:
             model: the model.
-            data: map-style, or any iterable of samples (then every process reads all of it, and computes its part).
+            data: map-style, or any iterable of samples (then every process reads all samples, and computes its part).
             measure: measure(output, *batch) -> (sum, weight), named after the function; or a dict of such pairs.
             forward: forward(model, batch) -> output; by default model(batch[0]), or model(**batch) for a mapping.
             collate_fn: a list of samples -> a batch.
@@ -289,11 +289,11 @@ class Run(Generic[S]):
         The model runs in eval mode and without gradients. Data and forward are as for `evaluate`.
 
         Returns:
-            The output of the model is a tensor [micro-batch, ...], or tuples, lists and dicts of them; returned is the
-            same with [samples, ...], in the CPU's memory.
+            The output of the model for all samples, in the CPU's memory. A model that returns a tensor
+            [micro-batch, ...], or tuples, lists and dicts of them, gives the same structure with [samples, ...].
 
         Raises:
-            LoopError: an output has not one row for each sample, or rows have several shapes.
+            LoopError: an output does not have one row for each sample, or rows have several shapes.
             DataError: the data has no samples.
         """
         context, verb = self.context, "run.predict"

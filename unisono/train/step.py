@@ -32,7 +32,7 @@ SEVERAL_PASSES = "for several walks a step, with an update after each: for batch
 
 
 class FromSettings:
-    """The default of `clip` in `Step.update`: the setting of this name."""
+    """The default of `clip` in `Step.update`: take it from the setting of this name."""
 
     def __repr__(self) -> str:
         return "the setting"
@@ -42,15 +42,15 @@ FROM_SETTINGS: Any = FromSettings()
 
 
 class StepParts(NamedTuple):
-    """What steps are made of: the same objects for all steps of a run.
+    """The parts of a step: the same objects for all steps of a run.
 
-    source     where micro-batches come from
-    sync       makes gradients whole
-    checks     checks what the loop does
+    source     the source of micro-batches
+    sync       completes gradients
+    checks     checks that the loop keeps its contract
     step_sync  adds up sums and flags
     recovery   continues the step when a peer dies
-    hooks      of the extensions
-    periodic   whether this process does what is due every n steps; otherwise another process does it
+    hooks      the hooks of the extensions
+    periodic   whether this process runs the code that is due every n steps; otherwise another process runs it
     """
 
     models: Models
@@ -87,19 +87,19 @@ class Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether an update was left out because fp16's scale was too high for its gradient; the same everywhere."""
+        """Whether an update was left out because the fp16 scale was too high for its gradient; the same everywhere."""
         return self._state.skipped
 
     @property
     def counts(self) -> bool:
-        """Return whether this round counts: False in one that is computed a second time, to check the promise."""
+        """Return whether this round counts. A round that is repeated to verify the promise does not."""
         place = self._state.place
         return place is None or not place.spare
 
     # -- the loop over micro-batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this process's micro-batches of the step. At the end the gradient is whole on every process."""
+        """Yield this process's micro-batches of the step. Then complete the gradient on every process."""
         self._refuse_pipeline("was iterated over")
         return self._begin(self._first_gradient())
 
@@ -113,12 +113,12 @@ class Step:
     def over(self, *optimizers: Any) -> Iterator[Any]:
         """Yield the step's micro-batches, for the parameters of these optimizers only: a pass.
 
-        There may be several passes a step, one after the other: generator and discriminator, or two models. Each has
-        its own gradient, exchange, loss, weights and randomness. Other parameters that the loss depends on get no
-        gradient. Call `update` with the optimizers after each pass, or once after all.
+        A step may have several passes, one after the other: for generator and discriminator, or two models. Each pass
+        has its own gradient, exchange, loss, weights and randomness. Other parameters that the loss depends on get no
+        gradient. Call `update` with the optimizers after each pass, or once after all passes.
 
         Raises:
-            LoopError: it is called within another pass, or an earlier pass's gradient waits for its update.
+            LoopError: it is called within another pass, or before the update of an earlier pass with these optimizers.
         """
         self._refuse_pipeline("began a pass for some parameters")
         state = self._state
@@ -175,7 +175,7 @@ class Step:
         step_sync, scale = self._parts.step_sync, self._parts.scale
 
         def finish(place: MicroBatchId, batch: Any, output: Any) -> torch.Tensor:
-            """Count a micro-batch's loss, and return what its backward pass begins with."""
+            """Add a micro-batch's loss to the step, and return the loss that its backward pass starts from."""
             state.place = place
             loss, weight = loss_fn(output, *parts(batch))
             if not gradient.seen:
@@ -212,7 +212,7 @@ class Step:
         return rounds
 
     def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
-        """Yield the batches of a pass; then make its gradient whole. After a death more batches may follow."""
+        """Yield the batches of a pass, and then complete its gradient. After a death more batches may follow."""
         state, (models, _, sync, checks, _, _, recovery, hooks, _) = self._state, self._parts
         enter = phases.enter
         try:
@@ -225,7 +225,7 @@ class Step:
                 for place, batch, last in rounds:
                     state.place, state.ready = place, True
                     phases.position.virtual_rank = place.virtual_rank
-                    exchange = gradient.exchange  # another one than before, if a process died or joined
+                    exchange = gradient.exchange  # a new one if a process died or joined
                     exchange.enter(place.virtual_rank, last=last)
                     enter("forward")
                     if gradient.seen and not models.divided_loss:
@@ -262,7 +262,7 @@ class Step:
         return wrap_peer_errors(f"Step {self._state.number}'s exchange")
 
     def _end_rounds(self, gradient: GradientPass) -> None:
-        """End the inner loop: the processes are about to exchange what they have."""
+        """End the inner loop: the processes are about to exchange their gradients."""
         self._state.ready = False
         phases.position.virtual_rank = None
         phases.enter("exchange")
@@ -270,7 +270,7 @@ class Step:
             before(self._state, gradient)
 
     def _complete(self, gradient: GradientPass) -> None:
-        """Complete a pass whose gradient is whole on all processes."""
+        """Complete a pass after its gradient is complete on all processes."""
         state, parts = self._state, self._parts
         parts.sync.commit(state, gradient)
         parts.recovery.completed()
@@ -282,19 +282,19 @@ class Step:
         phases.enter("other")
 
     def __length_hint__(self) -> int:
-        # list(step) and tuple(step) ask for this first; a plain `for` does not
+        # list(step) and tuple(step) call this first; a plain `for` does not
         raise self._state.error("was turned into a list", "Its rounds compute micro-batches, one after the other.")
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor, *, mean: bool = False) -> None:
-        """Add a micro-batch's gradient to the step's.
+        """Add a micro-batch's gradient to the step's gradient.
 
-        The step divides by the total weight of all micro-batches of all processes, once.
+        The step divides once, by the total weight of all micro-batches of all processes.
 
         Args:
             loss: the sum of the losses of the micro-batch, a tensor of one element that needs a gradient.
-            weight: the number of items that it sums (samples, or tokens that count): a number, or a tensor of one
+            weight: the number of items in the sum (samples, or tokens that count): a number, or a tensor of one
                 element, which causes no synchronization.
-            mean: whether the loss is a mean over `weight` items, as models that own their loss return it.
+            mean: whether the loss is a mean over `weight` items, as from models that compute their own loss.
 
         Raises:
             LoopError: it is called twice in a round, or outside of one; the loss has no graph; or, in the first step,
@@ -318,17 +318,17 @@ class Step:
         if parts.sync.group.size == 1:
             loss.backward(inputs=gradient.inputs)
         else:
-            with wrap_peer_errors(f"Step {state.number}'s exchange"):  # which begins in here
+            with wrap_peer_errors(f"Step {state.number}'s exchange"):  # the exchange begins in backward
                 loss.backward(inputs=gradient.inputs)
         phases.enter("other")
 
     def add(self, name: str, total: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> None:
-        """Add to a sum of your own, exact over all processes: after the rounds, `mean(name)` is sum over weight."""
+        """Add to a sum of your own, exact over all processes. After the rounds, `mean(name)` is sum over weight."""
         state = self._state
         if state.stage != "walking" or state.place is None:
-            raise state.error(f"was asked to add {name!r} outside of its rounds", "A sum belongs to a micro-batch.")
+            raise state.error(f"cannot add {name!r} outside of its inner loop", "A sum belongs to a micro-batch.")
         if name == LOSS:
-            raise state.error("was asked to add 'loss'", "That name is taken by backward.", "choose another.")
+            raise state.error("cannot add a sum named 'loss'", "That name is taken by backward.", "choose another.")
         self._parts.step_sync.add(state.place, name, total, weight)
 
     # -- after the rounds
@@ -344,37 +344,35 @@ class Step:
         return self._total(LOSS)[1]
 
     def mean(self, name: str) -> float:
-        """Return sum / weight of what was added under `name`, over all processes."""
+        """Return the sum over the weight of all values added under `name`, over all processes."""
         total, weight = self._total(name)
         return total / weight
 
     def sum(self, name: str) -> float:
-        """Return the sum of what was added under `name`, over all processes."""
+        """Return the sum of all values added under `name`, over all processes."""
         return self._total(name)[0]
 
     def _total(self, name: str) -> tuple[float, float]:
         state = self._state
         if state.stage not in ("whole", "updated"):
-            raise state.error(f"was asked for its {name}", "That is known when all its rounds are done.")
+            raise state.error(f"has no {name} yet", "It is known when all its micro-batches are computed.")
         if name not in state.sums:
-            raise state.error(
-                f"was asked for the mean of {name!r}", f"What was added is: {', '.join(sorted(state.sums))}."
-            )
+            raise state.error(f"has no sum named {name!r}", f"Its sums are: {', '.join(sorted(state.sums))}.")
         return state.sums[name]
 
     @property
     def grad_norm(self) -> float:
         """The 2-norm of the step's mean gradient, before clipping; the same on every process.
 
-        `update` computes it when it clips. Without clipping it costs a read of the gradient, so ask before `update`.
+        `update` computes it when it clips. Without clipping it costs a read of the gradient: use it before `update`.
         """
         state = self._state
         if state.grad_norm is None:
             if state.stage != "whole" or state.gradient is None:
                 raise state.error(
-                    "was asked for grad_norm",
+                    "has no grad_norm now",
                     "Without clipping it is only computed on demand, and the gradient is gone after update.",
-                    "ask between the rounds and step.update(...), or clip.",
+                    "read it between the inner loop and step.update(...), or clip.",
                 )
             state.grad_norm = self._parts.sync.clip(state.gradient.params, None)
         return state.grad_norm
@@ -382,10 +380,9 @@ class Step:
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
         """Check that the gradient is finite, clip it, step optimizers and then schedules, and release the gradient.
 
-        After several passes it uses the gradients that these optimizers hold, and leaves the others for a later call.
-        With precision=fp16 a gradient that is not finite is the scale's fault at first: nothing is stepped then,
+        After several passes it uses the gradients of these optimizers, and leaves the others for a later call.
+        With precision=fp16, the first suspect for a gradient that is not finite is the scale: no optimizer steps,
         `skipped` is true, and the scale is halved.
-
         Args:
             steppers: optimizers and learning-rate schedules of torch.optim, or anything with a `step()`.
             clip: the gradient's largest 2-norm (as in torch.nn.utils.clip_grad_norm_); None: no clipping. By default
@@ -447,7 +444,7 @@ class Step:
                 try:
                     with self._stepping(optimizer), on_local_shards(optimizer):
                         optimizer.step()
-                except (RuntimeError, AssertionError) as error:  # NotImplementedError is one of the first
+                except (RuntimeError, AssertionError) as error:  # NotImplementedError is a RuntimeError
                     explain_step_error(optimizer, error)
                     raise
         for schedule in steppers:
@@ -457,7 +454,7 @@ class Step:
                     schedule.step()
 
     def _stepping(self, optimizer: Any) -> AbstractContextManager[Any]:
-        """Return a block that extensions watch, in which an optimizer makes its step."""
+        """Return a block that extensions observe, in which an optimizer steps."""
         if not self._parts.hooks.stepping:
             return UNWATCHED
         stack = ExitStack()
@@ -476,7 +473,7 @@ class Step:
         checks, following = self._parts.checks, self._state.number + 1
         return self._parts.periodic and (checks.order.epoch(following) != self.epoch or following == checks.last)
 
-    # -- breaches of the contract
+    # -- violations of the contract
 
     def _refuse_pipeline(self, what: str) -> None:
         pipeline = self._parts.models.pipeline

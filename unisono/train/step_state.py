@@ -1,4 +1,4 @@
-"""The state of one optimizer step: which micro-batch is under way, its sums, its gradients."""
+"""The state of one optimizer step: its current micro-batch, its sums, its gradients."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from unisono.train.modules.buffer_sync import Gathered
 
 Stage = Literal["new", "walking", "whole", "updated", "broken"]
-"""A step is new; its micro-batches are walked through; its gradient is whole; its update is made. Or the loop over its
-micro-batches was left early, and it is broken."""
+"""A new step; micro-batches are being computed; the gradient is complete; the update is done. A step is broken if the
+loop over its micro-batches was left early."""
 
 NO_SUMS: Mapping[str, tuple[float, float]] = MappingProxyType({})
 NO_TOTALS = Totals({}, {}, [], [])
@@ -25,22 +25,22 @@ NO_TOTALS = Totals({}, {}, [], [])
 class StepState:
     """The state of a step on this process.
 
-    number    of the step, from 0
-    samples   in its global batch, over all processes
-    stage     how far it is
-    place     the micro-batch whose round it is; None: no round is under way
+    number    the number of the step, from 0
+    samples   the number of samples in its global batch, over all processes
+    stage     the stage of the step
+    place     the micro-batch of the current round, or None outside of a round
     ready     whether `backward` may be called
-    gradient  of the pass that was walked last
-    waiting   gradients that are whole, and not used by an optimizer yet
-    passes    passes whose gradient is whole
-    kept      this process's micro-batches, if there may be another pass over them
+    gradient  the gradient of the last pass
+    waiting   complete gradients that no optimizer has used yet
+    passes    number of passes whose gradient is complete
+    kept      this process's micro-batches, if another pass over them may follow
     sums      (sum, weight) over all processes, by name
     grad_norm 2-norm of the gradient before clipping; None: it was not computed
-    skipped   whether an update was left out, because fp16's scale was too high
+    skipped   whether an update was left out, because the fp16 scale was too high
     is_verified  whether this process verifies the promise in this step
-    report    numbers that ride along with the step's flags: see StepSync.reduce
-    totals    what the processes agreed on in the last pass
-    gathered  what all processes' buffers became in the pass under way
+    report    numbers that are sent with the step's flags: see StepSync.reduce
+    totals    the values on which the processes agreed in the last pass
+    gathered  the buffers of all processes in the current pass
     """
 
     stage: Stage = "new"
@@ -64,21 +64,21 @@ class StepState:
 
     @property
     def loss(self) -> float:
-        """The mean loss of the step over all processes; its gradient must be whole."""
+        """The mean loss of the step over all processes. Its gradient must be complete."""
         total, weight = self.sums[LOSS]
         return total / weight
 
     @property
     def is_half_done(self) -> bool:
-        """Whether it has begun, without its update."""
+        """Whether the step has begun, and its update is not done."""
         return self.stage not in ("new", "updated")
 
     def error(self, what: str, facts: str, hint: str = "see docs/guide/loop.md, the loop's contract.") -> LoopError:
-        """Return the error for a loop that breaks the contract in this step."""
+        """Return the error for a loop that violates the contract in this step."""
         return LoopError(f"Step {self.number} {what}.", facts, hint)
 
     def refuse_within_round(self, verb: str) -> None:
-        """Raise LoopError if a micro-batch is under way: `verb` is for all processes together."""
+        """Raise LoopError within a round. `verb` is a call for all processes together."""
         if self.stage == "walking":
             raise LoopError(
                 f"{verb} was called within a round of step {self.number}.",
@@ -87,13 +87,13 @@ class StepState:
             )
 
     def check_finished(self) -> None:
-        """Raise LoopError if the loop asks for the next step before this one has its update."""
+        """Raise LoopError if the loop requests the next step before this one has its update."""
         if self.stage in ("broken", "walking"):
             raise self.left_early()
         if self.stage == "new":
             raise self.error(
                 "was skipped",
-                "Nobody iterated over it.",
+                "No loop iterated over its micro-batches.",
                 "write `for batch in step:` inside `for step in run.steps(...)`.",
             )
         if self.stage != "updated":

@@ -242,4 +242,4 @@ class BatchSource:
 
 
 def _ended_early(step: int) -> DataError:
-    return DataError(f"Step {step} was asked for its micro-batches.", "The data set ended early.", "check its __len__.")
+    return DataError(f"Step {step} has too few micro-batches.", "The data set ended early.", "check its __len__.")

@@ -250,7 +250,7 @@ class RedundantCompute(Extension):
             if len(set(hosts)) == 1:
                 do = f"continue with --resume on another machine than {bad}; or look closer:"
         else:
-            do = "with three processes two outvote the third; and unisono check SCRIPT tells whether it is the script:"
+            do = "use three processes, so that two equal results identify the wrong one (unisono check tests scripts):"
         return DivergenceError(
             f"Virtual rank {plan.virtual_rank} of step {step.number} has different gradients on {named(plan.ranks)}.",
             true,

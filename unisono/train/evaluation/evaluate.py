@@ -39,7 +39,7 @@ def _named(measure: Measure, result: Any) -> Mapping[str, tuple[Any, Any]]:
     for key, pair in named.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise LoopError(
-                f"run.evaluate asked {name} for its sum over a batch.",
+                f"run.evaluate cannot use the result of {name}.",
                 f"It returned {type(pair).__name__}" + (f" for {key!r}." if named is result else "."),
                 "return (sum, weight), for instance (correct.sum(), correct.numel()), or a dict of such pairs.",
             )

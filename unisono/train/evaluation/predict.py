@@ -51,7 +51,7 @@ def _rows(leaf: Any, micro_batch: EvalBatch) -> Tensor:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != micro_batch.samples:
         got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{type(leaf).__name__}"
         raise LoopError(
-            f"run.predict asked for the rows of {micro_batch.samples} samples.",
+            f"run.predict cannot find the rows of {micro_batch.samples} samples in the output.",
             f"The model returned {got}.",
             "return tensors with one row for each sample: forward=lambda model, batch: model(batch[0]).logits, say.",
         )

@@ -1,12 +1,12 @@
-"""A process that has come in place of one that died is given what a resume needs, by one that has it. No file is read.
+"""Send the state of the run to a process that replaces a dead one. The replacement reads no file.
 
     rank 0   model 0, shard 0 --------------------.
     rank 1   model 0, shard 1 ----------------.   |
     rank 2   new: placed shard 0 of some model |  '-->  shard 0, its optimizer's state, the numbers of the run
     rank 3   new: placed shard 1               '----->  shard 1, ...
 
-Whole models travel as a checkpoint would hold them; of a model that several processes share each sends its part, as
-buddies do (train/recovery/snapshot.py), to whoever sits in the same place.
+Whole models are sent in the form that a checkpoint has. If several processes share a model, each one sends a snapshot
+of its part (train/recovery/snapshot.py) to the processes with the same place in the mesh.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from unisono.train.recovery.snapshot import Snapshot, live_state, restore
 def send_state(
     context: RunContext, membership: Membership, empty: Sequence[bool], mine: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """Give processes that have just joined the state of the run. All processes call this together.
+    """Send the state of the run to processes that have just joined. All processes call this together.
 
     Args:
-        context: of the run.
-        membership: its membership.
-        empty: of each process, whether it has just joined.
-        mine: what a process that joins receives besides, as JSON.
+        context: the context of the run.
+        membership: the membership of this process in the run.
+        empty: for each process, whether it has just joined.
+        mine: additional values for the processes that join, as JSON.
 
     Returns:
-        What this process has received of `mine`; None: it had the state.
+        The values `mine` of the sender, on a process that has just joined; None on the others.
     """
     group, unit = context.group, context.mesh.unit
     known = [next((r for r in range(slot, group.size, unit) if not empty[r]), None) for slot in range(unit)]
     if None in known:
         raise PeerLostError(
             f"Process {membership.number} cannot join the run.",
-            "All processes that knew its state are gone.",
+            "All processes that had the state are gone.",
             "continue from the newest checkpoint: the same command with --resume.",
         )
     sent, about = list[torch.Tensor](), None
@@ -69,7 +69,7 @@ def send_state(
         where = torch.device("cpu") if context.mesh.device_mesh is None else context.device
         room = {name: spec.empty(where) for name, spec in specs_of(received["state"]).items()}
         for portion in _portions(room.values()):
-            pieces = [piece.to(group.comm_device) for piece in portion]  # the same tensors, if they are there
+            pieces = [piece.to(group.comm_device) for piece in portion]  # no copy if they are on that device already
             wait_for(group.send_and_receive([], [Message(piece, source) for piece in pieces]))
             for into, piece in zip(portion, pieces, strict=True):
                 into.copy_(piece)
@@ -80,7 +80,7 @@ def send_state(
 
 
 def _packed(context: RunContext, more: Mapping[str, Any]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return all that a resume needs: its numbers and words, and the tensors."""
+    """Return the state that a resume needs: its numbers and strings, and its tensors."""
     progress, tensors = context.progress, TensorTable()
     about = {
         "state": encode(_state_of(context), "state", tensors),
@@ -101,7 +101,7 @@ def _apply(context: RunContext, about: Mapping[str, Any]) -> None:
     progress.steps_done, progress.same_after = about["steps"], about["same_after"]
     context.step_sync.names, context.state.saved_after = about["columns"], about["saved_after"]
     progress.changes[:], progress.differences[:] = about["changes"], about["differences"]
-    context.identity["device"] = about["machine"]["device"]  # of all processes; ours was that of one process alone
+    context.identity["device"] = about["machine"]["device"]  # until now: this process's alone
 
 
 def _refuse_another_machine(context: RunContext, membership: Membership, theirs: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ def _refuse_another_machine(context: RunContext, membership: Membership, theirs:
 
 
 def _state_of(context: RunContext) -> Any:
-    """Return the state of all that is tracked: by name, or as a snapshot of what this process has of a shared model."""
+    """Return the state of all tracked objects: by name, or as a snapshot of this process's part of a shared model."""
     if context.mesh.device_mesh is None:
         return {name: thing.state_dict() for name, thing in context.state.tracked.items()}
     context.models.reshard()
@@ -125,7 +125,7 @@ def _state_of(context: RunContext) -> Any:
 
 
 def _load(context: RunContext, state: Any, steps: int) -> None:
-    """Load a state that was decoded."""
+    """Load a decoded state."""
     if context.mesh.device_mesh is None:
         context.state.take(Checkpoint(Path("the memory of a survivor"), steps, {}, state))
     else:
@@ -133,11 +133,11 @@ def _load(context: RunContext, state: Any, steps: int) -> None:
 
 
 PORTION_BYTES = 1 << 28
-"""So much of a state that lies elsewhere has room on the device beside the model, which has come there already."""
+"""Largest part of a state in CPU memory that is on the device at once. The model is on the device already."""
 
 
 def _portions(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """All bytes of these, in pieces of theirs that are not too many to be under way at once."""
+    """Yield all bytes of these tensors, in pieces that are small enough to be sent at once."""
     portion, held = list[torch.Tensor](), 0
     for piece in (piece for tensor in tensors for piece in as_bytes(tensor).split(PORTION_BYTES)):
         if portion and held + len(piece) > PORTION_BYTES:

@@ -1,25 +1,26 @@
 """When a process dies, the others finish its step: nothing is lost, repeated or left out, and no bit changes.
 
-Whatever processes do together is a collective: a step's exchange, an evaluation, a checkpoint. It can be repeated until
-it is committed: its last operation is a tiny one, which no process finishes unless all hold the result. After a death
-the others form a new group (distributed/membership/membership.py). Each reports the number of collectives that it has
-completed, and whether it holds the result of the one under way:
+Every joint operation of the processes is a collective: the exchange of a step, an evaluation, a checkpoint. A
+collective can be repeated until it is committed. Its last operation is a tiny one, which no process finishes before all
+processes hold the result. After a death the others form a new group (distributed/membership/membership.py). Each
+process reports the number of collectives that it has completed, and whether it holds the result of the current one:
 
     a process has completed it, or all hold the result     it is committed: continue
     otherwise                                              repeat it, together
 
-Of a step that is repeated, each process keeps the partial sums that are still whole in its memory. What no process has
-is assigned again and computed (plan/reassignment.py); it comes out of the script's own `for batch in step`:
+When a step is repeated, each process keeps the partial sums that are still complete in its memory. The virtual ranks
+that no process holds are assigned again and computed (plan/reassignment.py). Their batches come out of the script's own
+`for batch in step`:
 
     process 0   v0 v1 v2 | exchange x        | v3 v4 | exchange | update ...        rank 0 of 2
     process 1   v3 killed
     process 2   v6 v7 v8 | exchange x        | v5    | exchange | update ...        rank 1 of 2
 
-A replacement process joins after a step, and receives what it needs (train/recovery/state_transfer.py).
+A replacement process joins after a step, and receives the state that it needs (train/recovery/state_transfer.py).
 
-Where several processes share a model layer by layer, a death is noticed within a forward or a backward pass, which
-cannot be left. Gathering then gives zeros (ProcessGroup.attempt), the script completes its rounds, and all of them are
-repeated.
+If several processes share a model layer by layer, a process detects a death in the middle of a forward or a backward
+pass, which it cannot leave. Gathering then returns zeros (ProcessGroup.attempt), the script completes its rounds, and
+all rounds are repeated.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ from unisono.train.step_state import StepState
 BuildSlot = Callable[[], tuple[Slot, Schedule]]
 """Return which span this process computes, and the spans of all processes, in the current group."""
 
-REGROUPING = "Going on without a process that died"
+REGROUPING = "Continuing without a process that died"
 
 
 class PeerReport(NamedTuple):
-    """What a process reports after a death.
+    """The report of a process after a death.
 
     completed  number of collectives that it has completed
-    whole      whether it holds the result of the one under way
-    in_step    whether that is a step's
+    whole      whether it holds the result of the current collective
+    in_step    whether the current collective is the exchange of a step
     held       the virtual ranks whose gradients it still has
     empty      whether it has just joined, and needs the state
     """
@@ -100,17 +101,17 @@ class RepeatableAttempt(Attempt):
         return True
 
     def _recover(self, lost: Exception, *, whole: bool) -> None:
-        """Form a new group. Decide whether to repeat the collective; raises `lost` if it is no death."""
+        """Form a new group, and decide whether to repeat the collective. Raise `lost` if it is not a death."""
         self.repeat = not self.recovery.recover(lost, whole=whole)
         if self.repeat and not self.again:
             raise lost
 
 
 class StepRecovery:
-    """How this process continues when others die, and when some join.
+    """Continue a run when other processes die or join.
 
-    deaths  {"process", "step"}: the number of a process that died, and the steps that were done then
-    joined  the same of processes that joined
+    deaths  {"process", "step"}: the number of a process that died, and the number of steps completed at that time
+    joined  the same for processes that joined
     """
 
     def __init__(
@@ -128,27 +129,30 @@ class StepRecovery:
         self.deaths: list[dict[str, int]] = []
         self.joined: list[dict[str, int]] = []
         self._is_empty = False  # this process has just joined, and needs the state
-        self._lost: list[int] = []  # deaths that the launcher has not heard of as survived
+        self._lost: list[int] = []  # deaths that are not yet reported to the launcher as survived
         self._leads = context.group.rank == 0 and not context.waits
-        self._regrouped_in = -1  # the step that was under way when the group last changed
+        self._regrouped_in = -1  # the current step when the group last changed
 
     # -- collectives
 
     def attempt(self, verb: str, *, again: bool) -> Attempt:
-        """Return an attempt at a collective. Repeating it has to have the same effect; otherwise not `again`."""
+        """Return an attempt at a collective.
+
+        `again` allows a repetition, which must have the same effect as the first attempt.
+        """
         return RepeatableAttempt(self, verb, again=again)
 
     def recover(self, lost: Exception, *, whole: bool) -> bool:
-        """Form a new group after a death within a collective. Returns whether the collective is committed.
+        """Form a new group after a death within a collective, and return whether the collective is committed.
 
         Args:
-            lost: what was raised; it is raised again if it is no death.
+            lost: the error that was raised; it is raised again if it is not a death.
             whole: whether this process holds the result.
         """
         context = self.context
         reports = self._exchange_reports(lost, whole=whole and not self.membership.failed)
         self._regroup(context.progress.next_step)
-        if context.progress.step is not None:  # a later pass of it is assigned otherwise
+        if context.progress.step is not None:  # a later pass of this step has another assignment
             self._regrouped_in = context.progress.step.number
         if is_committed(reports, self._completed):
             return True
@@ -161,7 +165,7 @@ class StepRecovery:
         self._report_survived()
 
     def _report_survived(self) -> None:
-        """Tell the launcher which deaths were survived, so that a later failure is not blamed on them."""
+        """Report survived deaths to the launcher, so that it does not blame a later failure on them."""
         if self._lost:
             self.membership.report(survived=self._lost)
             self._lost = []
@@ -174,9 +178,11 @@ class StepRecovery:
     # -- a step
 
     def resume_step(self, step: StepState, gradient: GradientPass, lost: Exception) -> Rounds | None:
-        """Continue a pass in which a peer died. Returns the micro-batches that are missing; None: the gradient is whole
-        on all processes."""
-        torn = self.membership.failed  # shards were not gathered then, and nothing on this process is good
+        """Continue a pass in which a peer died.
+
+        Return the missing micro-batches, or None if the gradient is complete on all processes.
+        """
+        torn = self.membership.failed  # shards were not gathered, so no result on this process is valid
         whole = gradient.is_whole and not torn
         old, held = gradient.exchange, dict[Node, Any]()
 
@@ -192,10 +198,10 @@ class StepRecovery:
             return None
         models, block = self.context.models, self.sync.block
         pieces = self.source.pieces(step.number, block)
-        models.reshard()  # not before: a gradient that is whole is where parameters are gathered
+        models.reshard()  # not earlier: a complete gradient needs the parameters gathered
         gradient.restart_exchange()
         all_in_step = all(each.in_step and each.completed == self._completed for each in reports)
-        if not (all_in_step and any(each.held for each in reports)):  # some have not begun it: an ordinary step
+        if not (all_in_step and any(each.held for each in reports)):  # some have not begun it: a usual step
             held.clear()
             spans: Spans = self.source.schedule.at(step.number)
             span = spans[self.source.slot.span]
@@ -213,7 +219,7 @@ class StepRecovery:
         return self.source.missing(step, [v for v in ours if pieces[v]])
 
     def refetch(self, step: StepState) -> None:
-        """Fetch the micro-batches of another pass of a step in which the group has changed."""
+        """Fetch the micro-batches for another pass of a step in which the group has changed."""
         if self._regrouped_in != step.number or step.kept is None:
             return
         known = dict(step.kept)
@@ -231,12 +237,12 @@ class StepRecovery:
         held: Callable[[], Sequence[int]] = tuple,
         open_: bool = False,
     ) -> list[PeerReport]:
-        """Form a new group of the processes that are left, and return the report of each.
+        """Form a new group of the remaining processes, and return the report of each.
 
         Args:
-            lost: what was raised; it is raised again if it is no death.
-            whole: whether this process holds the result of the collective under way.
-            in_step: whether that is a step's.
+            lost: the error that was raised; it is raised again if it is not a death.
+            whole: whether this process holds the result of the current collective.
+            in_step: whether the current collective is the exchange of a step.
             held: returns the virtual ranks whose gradients this process has.
             open_: whether waiting processes may join.
         """
@@ -260,7 +266,7 @@ class StepRecovery:
                     raise
 
     def _transfer_state(self, empty: Sequence[bool]) -> None:
-        """Give the processes that have just joined the state of the run. All processes call this."""
+        """Send the state of the run to the processes that have just joined. All processes call this."""
         mine = {"completed": self._completed, "deaths": self.deaths, "joined": self.joined}
         received = send_state(self.context, self.membership, empty, mine)
         if received is not None:
@@ -269,7 +275,7 @@ class StepRecovery:
         self._is_empty = False
 
     def _regroup(self, first: int, *, torn: bool = False) -> None:
-        """From step `first` on, the processes of the new group make the steps."""
+        """Let the processes of the new group run the steps from step `first`."""
         context, progress = self.context, self.context.progress
         context.models.regroup()
         if progress.is_over:
@@ -287,23 +293,23 @@ class StepRecovery:
     # -- processes that join
 
     def admit_joiners(self) -> None:
-        """Let waiting processes join, between two steps, and give them the state of the run."""
+        """Let waiting processes join between two steps, and send them the state of the run."""
         self._exchange_reports(PeerLostError(REGROUPING), open_=True)
         self._regroup(self.context.progress.next_step)
         self._report_survived()
 
     def join(self) -> None:
-        """Wait until the others let this process join, after a step."""
+        """Wait until the other processes admit this process, after a step."""
         self._is_empty = True
         self._exchange_reports(PeerLostError(REGROUPING), open_=True)
         self._regroup(self.context.progress.steps_done)
 
 
 def is_committed(reports: Sequence[PeerReport], completed: int) -> bool:
-    """Return whether a collective is complete: a process has completed it, or all hold its result.
+    """Return whether a collective is committed: a process has completed it, or all processes hold its result.
 
     Args:
-        reports: of all processes.
+        reports: the reports of all processes.
         completed: number of collectives that were complete before.
     """
     return any(each.completed > completed for each in reports) or all(each.whole for each in reports)
@@ -315,7 +321,7 @@ def build_recovery(
     regrouped: Sequence[Hook],
     build_slot: BuildSlot,
 ) -> StepRecovery | None:
-    """Return how this process continues after a death; None: no process can, and the newest checkpoint is the way."""
+    """Return the recovery of this process; None if a run after a death must continue from the newest checkpoint."""
     membership = membership_of(context.group)
     if membership is None or not may_survive(context) or context.progress.exchange is not None:
         return None
