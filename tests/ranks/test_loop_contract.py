@@ -327,7 +327,7 @@ BREACHES = {
     ),
     "backward after": Breach(with_end(lambda s, o: s.backward(torch.ones(()), 1)), "backward outside of its rounds"),
     "add after": Breach(with_end(lambda s, o: s.add("x", 1)), "Step 0 cannot add 'x' outside of its inner loop"),
-    "add by a taken name": Breach(with_body(lambda s, *_: s.add("loss", 1)), "cannot add a sum named 'loss'.*That name is taken"),
+    "add by a taken name": Breach(with_body(lambda s, *_: s.add("loss", 1)), "cannot add a sum named 'loss'.*is taken"),
     "a batch norm over one sample": Breach(
         lambda run: train(run, build=normed),
         r"^unisono\.errors\.LoopError: The batch norm 1 of Sequential .*the last step of every epoch .*--set batch=10",

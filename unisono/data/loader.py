@@ -110,26 +110,18 @@ class MicroBatchDataset(Dataset[Any]):
         keep_memory_format()
         seed_everything(task.key)
         before = get_state()
-        batch = self._read(task)
+        batch = self.fetch(task)
         after = get_state()
         return batch, None if same_state(before, after) else after
 
     def fetch(self, task: FetchTask) -> Any:
         """Return the batch, and leave the generators in the states that the loop's body starts with."""
+        data, samples, stream = self.data, task.samples, None
         if self.keyed:
             seed_everything(task.key)
-            return self._read(task)
-        if self.never_draws:
-            return self._read(task)
-        stream = torch.default_generator.get_state()
-        seed_everything(task.key)
-        try:
-            return self._read(task)
-        finally:
-            torch.default_generator.set_state(stream)
-
-    def _read(self, task: FetchTask) -> Any:
-        data, samples = self.data, task.samples
+        elif not self.never_draws:
+            stream = torch.default_generator.get_state()
+            seed_everything(task.key)
         if self.rows:
             return read_rows(data, samples)
         if type(data) is IndexDataset:
@@ -143,6 +135,8 @@ class MicroBatchDataset(Dataset[Any]):
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)
+            if stream is not None:
+                torch.default_generator.set_state(stream)
 
 
 class Loader:
