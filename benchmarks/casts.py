@@ -39,7 +39,7 @@ class Counter:
         self.bytes = dict.fromkeys(COLUMNS, 0)
 
     def watch(self) -> None:
-        """Start counting what FSDP2 gathers."""
+        """Start counting the parameters that FSDP2 gathers."""
         for kind in (_fsdp_collectives.DefaultAllGather, AllGather):  # once a step, or layer by layer
             kind.__call__ = self._counted(kind.__call__)  # type: ignore[method-assign]
 

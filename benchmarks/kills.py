@@ -46,7 +46,7 @@ class Settings(unisono.Settings):
     steps: int | None = 40
     batch: int = 16
     checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=5)
-    pause: float = field(default=0.002, metadata={"mathematics": False})  # seconds for each micro-batch
+    pause: float = field(default=0.002, metadata={"changes_bits": False})  # seconds for each micro-batch
 
 class Momentum:
     # torch.optim imports torch._dynamo, which takes as long as importing torch

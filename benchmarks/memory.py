@@ -53,7 +53,7 @@ ROWS = (
 
 
 def network(width: int) -> nn.Module:
-    """Make a model whose activations are small."""
+    """Build a model whose activations are small."""
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
 
 

@@ -43,7 +43,7 @@ DATA: dict[str, Callable[..., Dataset[Any]]] = {"TensorDataset": TensorDataset, 
 
 
 def network() -> nn.Module:
-    """Make the model."""
+    """Build the model."""
     return mlp(WIDTH, WIDTH, WIDTH)
 
 

@@ -35,8 +35,8 @@ RECIPES = {
         ["source=spoken", "voices=3", "draws=1", "batch=16", "model.dropout=0.0"],
     ),
 }
-"""Description and settings of each model. The first word of a title is the recipe's name. There is no dropout, whose
-masks differ where activations are divided."""
+"""Description and settings of each model. The first word of a title is the recipe's name. There is no dropout, because
+its masks differ if activations are divided."""
 
 HEAD = """# Layouts that agree
 

@@ -60,7 +60,7 @@ class Kill(NamedTuple):
 
 
 class Steps:
-    """Reads the logs of a run's processes, each line once, to use little time of the cores that the run is on."""
+    """Reads the logs of a run's processes, each line once, to use little time of the cores of the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ class Norm(nn.GroupNorm):
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions with a shortcut: the identity, or a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut: the identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Residual(nn.Module):
 
 
 def cnn() -> nn.Module:
-    """Make a residual network for 32x32 images, without batch norm."""
+    """Build a residual network for 32x32 images, without batch norm."""
     widths = (32, 32, 32, 64, 64, 128, 128, 256, 256)
     blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
     stem = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
@@ -66,7 +66,7 @@ def cnn() -> nn.Module:
 
 
 def gpt() -> nn.Module:
-    """Make the text recipe's model, wider and deeper."""
+    """Build the text recipe's model, wider and deeper."""
     from unisono.recipes.text import GPT, Model
 
     return GPT(Model(width=384, depth=6, heads=6, context=128))

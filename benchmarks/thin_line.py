@@ -39,7 +39,7 @@ def address(site: int) -> str:
 
 
 def missing() -> str:
-    """Return why there can be no link on this machine; "" if there can."""
+    """Return the reason why this machine cannot have a link, or "" if it can."""
     if sys.platform != "linux" or os.geteuid():
         return "network namespaces need Linux and root"
     missing_tools = [name for name in ("ip", "unshare") if shutil.which(name) is None]

@@ -55,7 +55,7 @@ class LoopStep(NamedTuple):
 
 
 class LoopContext(NamedTuple):
-    """What all loops of a comparison share."""
+    """The objects that all loops of a comparison share."""
 
     settings: Settings
     order: BatchOrder

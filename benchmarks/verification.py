@@ -1,4 +1,4 @@
-"""What it costs that a run checks its own promise (docs/guide/verification.md), as a share of a run of 1,000 steps.
+"""Measure the cost of verification (docs/guide/verification.md), as a share of a run of 1,000 steps.
 
     python -m benchmarks.verification            about four minutes
     python -m benchmarks.verification --quick    a smoke test

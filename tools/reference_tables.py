@@ -30,7 +30,7 @@ def settings_table() -> str:
         parts += ["| Setting | Values | Default | Meaning | Changes the bits |", "|---|---|---|---|---|"]
         parts += [
             f"| `{entry.name}` | {_cell(_values(entry))} | `{shown(entry.default)}` | {_cell(entry.help)} "
-            f"| {'yes' if entry.mathematics else ''} |"
+            f"| {'yes' if entry.changes_bits else ''} |"
             for entry in rows
         ]
         parts.append("")

@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def samples(net: str, count: int) -> TensorDataset:
-    """Random samples and classes: images of 4 by 4 pixels, vectors of 16 numbers, or sequences of 9 tokens."""
+    """Return random samples and classes: images of 4 by 4 pixels, vectors of 16 numbers, or sequences of 9 tokens."""
     generator = torch.Generator().manual_seed(11)
     classes = torch.randint(5, (count,), generator=generator)
     if net in ("rnn", "transformer"):

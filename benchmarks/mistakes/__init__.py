@@ -5,6 +5,6 @@
 
 Each module measures one mistake. Its function for another library follows that library's documentation with default
 settings. torchrun runs it, and needs only torch and that library. The function for Unisono is the public loop. Each
-function returns its measurement as a plain value on all processes, and the case knows the right value. The table is
+function returns its measurement as a plain value on all processes, and the case has the right value. The table is
 `docs/measured/correctness.md`; tests/parity/test_silent_mistakes.py tests our column.
 """

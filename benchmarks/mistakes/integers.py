@@ -24,7 +24,7 @@ def data() -> TensorDataset:
 
 
 def ours(run: Run[Any], place: Place) -> float:
-    """Let the library divide the rows; the division must not matter."""
+    """Let the library divide the rows. The division must not affect the result."""
 
     def value(output: torch.Tensor, *batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return output.sum(), len(output)

@@ -42,7 +42,7 @@ def play_peer(name: str, player: str, size: int, python: str) -> Any:
                 command, cwd=folder, env=variables, capture_output=True, text=True, errors="replace", timeout=SECONDS
             )
             figures = list(_figures(done.stdout))
-            if not figures:  # the exit status is no use: some libraries abort at exit, after the end of training
+            if not figures:  # the exit status means nothing: some libraries abort at exit, after the end of training
                 raise RuntimeError(f"{player} printed no figure for {name}:\n{done.stdout}\n{done.stderr}")
     return figures[-1]
 

@@ -1,4 +1,4 @@
-"""The same order in each epoch, because the script does not call set_epoch.
+"""An order of samples that repeats in each epoch, because the script does not call set_epoch.
 
 The figure is the number of different orders in three epochs over 16 samples on two processes.
 """

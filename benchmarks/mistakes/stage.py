@@ -62,7 +62,7 @@ Player = Callable[[Place], Any]
 class Case:
     """A silent mistake and its measurement."""
 
-    wrong: str  # what goes wrong, for the table
+    wrong: str  # the mistake, for the table
     right: str  # description of the right figure
     is_right: Callable[[Any], bool]
     describe: Callable[[Any], str]  # a figure as text
@@ -71,7 +71,7 @@ class Case:
     settings: Mapping[str, Any]  # of our run
     sizes: tuple[int, ...] = (2,)  # numbers of processes
     launches: int = 1
-    note: str = ""  # how to get it right elsewhere
+    note: str = ""  # how to get the right figure elsewhere
 
 
 def case(name: str) -> Case:

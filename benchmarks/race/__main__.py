@@ -147,7 +147,7 @@ class Race:
         for i in range(3 if self.quick else 6):
             for arm in arms if i % 2 else reversed(arms):
                 first[arm].append(self.alone(arm, "CNN")[0])
-        self.table({arm: column[1:] for arm, column in first.items()}, 1.0, 2)  # the first finds cold files
+        self.table({arm: column[1:] for arm, column in first.items()}, 1.0, 2)  # the first one finds cold files
         self.table({arm: [self.alone(arm, "GPT")[1] for _ in range(2)] for arm in arms}, 1.0, 0)
 
     def imports(self) -> None:

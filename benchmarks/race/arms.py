@@ -210,7 +210,7 @@ MODULES = {"Ignite": "ignite", "Fabric": "lightning.fabric", "Accelerate": "acce
 def _step_by_step(run: Callable[[Callable[[], None]], None], model: nn.Module) -> Steps:
     """Advance a library's loop step by step: it runs in a greenlet that is suspended at each `on_step`.
 
-    A thread would not do: it has other torch threads and other locks.
+    A thread does not work, because it has other torch threads and other locks.
     """
     import greenlet
 

@@ -34,7 +34,7 @@ from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 120.0
-"""Enough for a busy machine. Only a hang waits that long."""
+"""Enough for a busy machine. Only a hang takes that long."""
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -55,13 +55,13 @@ def last_json(screen: str) -> Any:
 
 
 def start(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> RunOutcome:
-    """Do what local_launch.run does, in forked processes that need not load torch. Errors of the script are raised."""
+    """Act as local_launch.run, in forked processes that need not load torch. Errors of the script are raised."""
     run_ranks(_run_script, ranks, str(script), list(arguments))
     return RunOutcome(exit_status=0)
 
 
 def start_quietly(script: Path, arguments: Sequence[str], *, ranks: int, logs: Path, **_: Any) -> RunOutcome:
-    """Do what local_launch.run does, in forked processes, for a script whose request is wrong."""
+    """Act as local_launch.run, in forked processes, for a script whose request is wrong."""
     logs.mkdir(exist_ok=True)
     failed = next(filter(None, run_ranks(_refused_by, ranks, str(script), list(arguments), "", ranks)), None)
     outcome = _outcome(failed)
@@ -71,7 +71,7 @@ def start_quietly(script: Path, arguments: Sequence[str], *, ranks: int, logs: P
 
 
 def dry_run(script: Path, arguments: Sequence[str], *, ranks: int, **_: Any) -> RunOutcome:
-    """Do what local_launch.dry_run does, in a forked process."""
+    """Act as local_launch.dry_run, in a forked process."""
     with tempfile.TemporaryDirectory() as folder:
         (failed,) = run_ranks(_refused_by, 1, str(script), list(arguments), folder, ranks)
     return _outcome(failed)
@@ -85,7 +85,7 @@ def _outcome(failed: FailureRecord | None) -> RunOutcome:
 
 
 def _refused_by(world: World, script: str, arguments: Sequence[str], dry: str, ranks: int) -> FailureRecord | None:
-    """Run the script as far as it goes, and return the record of its failure."""
+    """Run the script up to its failure, and return the record of the failure."""
     rank = ranks - 1 if dry else world.rank
     world = replace(world, rank=rank, local_rank=rank, size=ranks, local_size=ranks, dry=dry)
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -124,12 +124,12 @@ class Ended:
 
 
 class Command:
-    """Run `unisono ARGUMENTS` in a folder that holds the script `script.py`."""
+    """Run `unisono ARGUMENTS` in a folder that contains the script `script.py`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.pipe = folder / "alive"
-        # Killed processes leave temporary files, so the folder is deleted in the end. Paths of sockets must be short.
+        # Killed processes leave temporary files, so the folder is deleted at the end. Paths of sockets must be short.
         self.temporary = Path(tempfile.mkdtemp(prefix="u-"))
         self.words: list[str] = []
         self._rest = b""
@@ -177,7 +177,7 @@ class Command:
         """Run a command to its end.
 
         Args:
-            times: how often it may restart; the time limit grows with it.
+            times: the number of allowed restarts; the time limit grows with it.
         """
         return self.end(self.start(*arguments), times=times)
 
@@ -204,7 +204,7 @@ class Command:
 
     def wait_until_gone(self) -> None:
         """Wait until no process holds the pipe open."""
-        os.close(os.open(self.pipe, os.O_WRONLY))  # a pipe without any writer so far never reports its end
+        os.close(os.open(self.pipe, os.O_WRONLY))  # a pipe that no process has opened for writing never reports its end
         while self._read_pipe():
             pass
 

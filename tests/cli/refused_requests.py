@@ -33,7 +33,7 @@ RequestProblems = Callable[..., list[Problem]]
 def request_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> RequestProblems:
-    """Return the problems of a wrong request, made in a folder that holds only train.py; it must stay unchanged."""
+    """Return the problems of a wrong request in a folder that contains only train.py; it must stay unchanged."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local_launch, "dry_run", dry_run)
     monkeypatch.setattr(local_launch, "run", start_quietly)

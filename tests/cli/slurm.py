@@ -63,7 +63,7 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscri
 
 
 def missing_programs() -> str:
-    """Return why Slurm cannot run on this machine, or an empty string."""
+    """Return the reason why Slurm cannot run on this machine, or an empty string."""
     path = os.pathsep.join([*environment.variables(["PATH"]).values(), SBIN])
     lacking = [name for name in NEEDED if shutil.which(name, path=path) is None]
     return f"Slurm is not here ({', '.join(lacking)}): Debian's slurm-wlm and munge have it" if lacking else ""
@@ -174,7 +174,7 @@ def daemon(cluster: Slurm, words: Sequence[str]) -> None:
 
 
 def shut_down(cluster: Slurm) -> None:
-    """Kill the jobs first, since each has a daemon of its own (slurmstepd), then all remaining processes."""
+    """Kill the jobs first, because each has a daemon of its own (slurmstepd), then all remaining processes."""
     cluster.run("scancel", "--signal=KILL", "--state=RUNNING", check=False)
     for process in reversed(cluster.processes()):
         with contextlib.suppress(psutil.Error):

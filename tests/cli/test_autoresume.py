@@ -29,7 +29,7 @@ def write_run(folder: Path, request: RunRequest) -> None:
 
 
 def second_start(request: RunRequest) -> RunRequest:
-    """Return the request of the second start, as a manager that counts restarts makes it."""
+    """Return the request of the second start, from a manager that counts restarts."""
     return resumed_request(request, "train", LINE, restarts=1)
 
 

@@ -59,7 +59,7 @@ def test_a_mixed_run_reports_its_devices_and_promises_a_tolerance(command: Comma
     assert ended.status == 0, ended.err
     ended = command.run(*words, "--cpu-ranks", "3", "--resume")
     assert ended.status == 2
-    device = environment_record(command, "out")["device"]  # as the last run before has left it
+    device = environment_record(command, "out")["device"]  # written by the last run above
     assert f"The run was begun with device = {device}, and the result depends on it." in ended.err
     assert len(device.split(" and ")) == 2
     assert "--accept-change device" in ended.last

@@ -23,7 +23,7 @@ DYING = SCRIPT.replace(
         step.update(""",
 ).replace(
     "    lr: float = 0.05",
-    '    lr: float = 0.05\n    deaths: str = field(default="", metadata={"mathematics": False})  # step:process',
+    '    lr: float = 0.05\n    deaths: str = field(default="", metadata={"changes_bits": False})  # step:process',
 )
 
 

@@ -170,7 +170,7 @@ def test_a_dry_run_has_a_time_limit(tmp_path: Path) -> None:
 
 
 def _dry_run(_: World, folder: str, words: list[str], size: int) -> str:
-    """Do a dry run of the script in a folder and return its error, or an empty string."""
+    """Execute a dry run of the script in a folder and return its error, or an empty string."""
     sys.argv = [f"{folder}/gpt.py", "--run-dir=out", *words]
     with tempfile.TemporaryDirectory() as record_folder:
         environment.assign(

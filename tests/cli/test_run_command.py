@@ -12,7 +12,7 @@ from tests.cli.command import Command, last_json
 from unisono.launcher.supervisor import SECOND_SIGNAL_SECONDS
 
 FAILURE_SECONDS = 15.0
-"""Limit from a failure to the end of the launcher; it takes half a second on an idle machine."""
+"""Time limit from a failure to the end of the launcher, in seconds; half a second is usual on an idle machine."""
 
 
 def test_every_rank_runs_the_script_as_python_does(command: Command) -> None:
@@ -41,7 +41,7 @@ def test_every_rank_runs_the_script_as_python_does(command: Command) -> None:
 
 
 def test_a_script_sees_its_own_arguments_only(command: Command) -> None:
-    """An argument parser of the script does not know the flags of Unisono, under any launcher."""
+    """The flags of Unisono do not reach an argument parser of the script, under any launcher."""
     command.script("unisono.main(lambda run: print(sys.argv[1:]))\nprint(sys.argv[-1])")
     for start in (["run", "script.py", "--ranks", "2"], None):
         more = ["--set", "steps=1", "--", "--mine", "3"]

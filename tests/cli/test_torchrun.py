@@ -22,7 +22,7 @@ from dataclasses""",
 
 
 def torchrun(command: Command, deaths: dict[tuple[int, int], tuple[int, ...]], ranks: int, restarts: int) -> Ended:
-    """Run the script under torchrun; `deaths` maps (restarts so far, step) to the ranks that are killed there."""
+    """Run the script under torchrun; `deaths` maps (restarts so far, step) to the ranks that are killed then."""
     command.script(DYING.replace("DEATHS = {}", f"DEATHS = {deaths}"))
     words = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     return command.end(

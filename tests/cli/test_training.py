@@ -22,7 +22,7 @@ class Settings(unisono.Settings):
     steps: int | None = 24
     batch: int = 16
     checkpoint: unisono.CheckpointSettings = unisono.CheckpointSettings(every=4)
-    pause: float = field(default=0.0, metadata={"mathematics": False})  # seconds per micro-batch
+    pause: float = field(default=0.0, metadata={"changes_bits": False})  # seconds per micro-batch
     lr: float = 0.05
 
 def main(run):

@@ -34,7 +34,7 @@ class ElasticProcesses:
         assert processes.results() == {0: ..., 2: ...}
 
     Args:
-        function: what each process runs.
+        function: the function that each process runs.
         size: number of processes at the start.
         args: further arguments of `function`.
         seconds: time limit for the results.
@@ -72,7 +72,7 @@ class ElasticProcesses:
         return self
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        """Do what the launcher does."""
+        """Handle an event as the launcher does."""
         self.events.append(event)
         if "orphan" in event:
             self.kill(event["orphan"])
@@ -186,7 +186,7 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
     try:
         pipe.send((function(world, *args), None))
     except RunStopped:
-        pipe.send((None, None))  # it was to join, and the others had ended
+        pipe.send((None, None))  # it was started to join, and the others had ended
     except BaseException:
         pipe.send((None, traceback.format_exc()))
     finally:
@@ -194,4 +194,4 @@ def _rank(function: Callable[..., Any], world: World, pipe: Connection, args: tu
         pipe.close()
 
 
-_ = run_ranks  # importing it has configured the fork server
+_ = run_ranks  # the import has configured the fork server

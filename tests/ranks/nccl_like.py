@@ -1,11 +1,11 @@
-"""A back end of torch's that behaves like NCCL when a process dies: it reports nothing.
+"""A torch back end that behaves like NCCL when a process dies: it reports nothing.
 
-    gloo    `wait` returns when the result is there, and raises when a peer is gone
-    NCCL    `wait` returns at once, and later work on the device waits; for ever, if a peer is gone. When the group is
-            aborted, everything in progress counts as completed, whatever the results contain
+    gloo    `wait` returns when the result has arrived, and raises when a peer is gone
+    NCCL    `wait` returns at once, and later work on the device waits; forever, if a peer is gone. When the group is
+            aborted, all collectives in progress count as completed, whatever the results contain
 
-This back end is like NCCL in these respects, over gloo, for tensors on the CPU. A thread plays the stream: it runs one
-collective after the other, and stops when a peer is gone. The messages of a batch are sent when their receivers are
+This back end is like NCCL in these respects, over gloo, for tensors on the CPU. A thread simulates the stream: it runs
+one collective after the other, and stops when a peer is gone. The messages of a batch are sent when their receivers are
 ready. Reading a number (`item`, `tolist`, ...) waits for all works whose `wait` was called, as for a device. An abort
 leaves garbage in the results, which count as completed.
 """

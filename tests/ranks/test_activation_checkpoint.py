@@ -43,8 +43,11 @@ PLACEMENTS = {
 
 
 class Block(nn.Module):
-    """Whatever else a forward pass may depend on: running statistics, a spectral norm's vectors, a counter, noise of
-    three generators; and rows of layers inside, one of which is not always used."""
+    """A model with much state that a forward pass may depend on.
+
+    It has running statistics, a spectral norm's vectors, a counter, noise of three generators, and rows of layers
+    inside, one of which is not always used.
+    """
 
     seen: torch.Tensor
 
@@ -77,7 +80,7 @@ class Unusual(nn.Module):
         for block in self.blocks:
             x = block(x, scale=scale)
         out: torch.Tensor = self.down(x)
-        return out + torch.rand(2)  # a draw behind the layers
+        return out + torch.rand(2)  # a random number after the layers
 
 
 def odd(run: Run[Any]) -> Any:
@@ -89,7 +92,7 @@ CONFIG = settings(batch=16, virtual_ranks=4, steps=3)
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What comes out when everything is kept."""
+    """Return the results of a run without recomputation."""
     (found,) = run_ranks(attempt, 1, tmp_path_factory.mktemp("kept"), odd, CONFIG)
     assert isinstance(found, list), found
     return found
@@ -196,7 +199,7 @@ TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(
 
 
 def bytes_kept(how: str) -> int:
-    """By autograd, between forward and backward, but for what a selective layer holds itself."""
+    """Return the bytes that autograd keeps between forward and backward, without those that a selective layer holds."""
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -380,7 +383,7 @@ def test_compiled_layers_agree_among_processes(tmp_path: Path) -> None:
 
 
 def test_layers_are_compiled_in_the_first_forward_pass() -> None:
-    """So FSDP2 can take over a layer after it is wrapped, with the same names."""
+    """FSDP2 can then shard a layer after it is wrapped, with the same names."""
     model, plain = gpt("full"), gpt()
     apply_compile(model, [])
     assert list(model.state_dict()) == list(plain.state_dict())

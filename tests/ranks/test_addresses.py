@@ -24,7 +24,7 @@ from unisono.train.run import Run
 
 
 def in_one_piece() -> nn.Module:
-    """A model whose parameters and buffer lie one behind the other in numpy's memory, as in a file that is mapped."""
+    """Build a model whose parameters and buffer are consecutive in numpy's memory, as in a file that is mapped."""
     model = nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 3))
     model.register_buffer("table", torch.zeros(13, 13))
     memory, at = np.random.RandomState(0).randn(1000).astype(np.float32) / 4, 1
@@ -92,7 +92,7 @@ def test_a_resumed_run_aligns_parameters(tmp_path: Path, plain: Any) -> None:
 
 
 def test_without_alignment_shards_have_other_bits(tmp_path: Path) -> None:
-    """Whole parameters begin where the script has put them, gathered ones at a multiple of 64 bytes."""
+    """The script chooses the addresses of whole parameters; gathered ones begin at a multiple of 64 bytes."""
     (whole,) = run_ranks(work, 1, str(tmp_path / "whole"), 1, "layer", False, None)
     part, _ = run_ranks(work, 2, str(tmp_path / "part"), 2, "step", False, None)
     assert whole[0] != part[0]

@@ -1,4 +1,4 @@
-"""Bytes that a process sends for gradients: what result.json says."""
+"""Bytes that a process sends for gradients, as reported in result.json."""
 
 from __future__ import annotations
 

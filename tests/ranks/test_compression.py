@@ -43,7 +43,7 @@ def compressed(kind: Any, **changes: Any) -> Settings:
     ],
 )
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str, nodes: int | None) -> None:
-    """A node may be computed by several processes; in an epoch's last step some virtual ranks are empty."""
+    """Several processes may compute a node; in an epoch's last step some virtual ranks are empty."""
     config = compressed(kind, groups=nodes)
     sizes = (1, 3, 4) if nodes is None else (1, 2, 8)
     runs = [run for size in sizes for run in results(tmp_path, size, "mlp", config, length=53)]
@@ -81,7 +81,7 @@ def test_compression_may_start_later(tmp_path: Path, begin: int) -> None:
     assert {run["state"] for run in resumed} == {whole["state"]}
     plain = results(tmp_path, 1, "mlp", settings())[0]
     same_until = [a == b for a, b in zip(whole["losses"], plain["losses"], strict=True)]
-    assert all(same_until[: begin + 1])  # the first step that is compressed shows in the loss of the next one
+    assert all(same_until[: begin + 1])  # the first compressed step affects the loss of the next one
     assert not any(same_until[begin + 1 :])
 
 
@@ -174,7 +174,7 @@ POWERSGD_BYTES = 4 * (4 * 64 + 700 + 15 + 1) + 4 * (4 * 96)
 
 @pytest.mark.parametrize("nodes", [8, 2])
 def test_sent_bytes_are_those_of_the_encoded_nodes(nodes: int) -> None:
-    """Two processes: half of each of its nodes, and half of the sum; topk sends all of its nodes."""
+    """Each of two processes sends half of each of its nodes, and half of the sum; topk sends all of its nodes."""
     for kind in KINDS:
         expected = {"topk": nodes / 2 * ENCODED_BYTES["topk"], "powersgd": POWERSGD_BYTES}.get(
             kind, (nodes / 2 + 1) / 2 * ENCODED_BYTES.get(kind, 0)
@@ -243,7 +243,7 @@ def errors_of_dtypes(world: World, folder: Path) -> list[Any]:
 
 
 def test_other_dtypes_are_refused(tmp_path: Path) -> None:
-    """Integers too, except for those that the pass's optimizer does not hold."""
+    """Integers are refused too, unless the pass's optimizer does not hold them."""
     found = [errors_of_dtypes(World(), tmp_path / "alone"), *run_ranks(errors_of_dtypes, 2, tmp_path)]
     for wide, whole, named in found:
         assert "kind=int8 does not support float64 parameters.\n  3 of 3" in wide

@@ -144,7 +144,7 @@ def whole_gradient(p: nn.Parameter) -> Any:
 
 
 def train_on_sentences(run: Run[Any], kind: str = "gpt", length: int = 37) -> dict[str, Any]:
-    """Train on sequences of 2 to 12 tokens; return what every step was, the first gradient, and the results."""
+    """Train on sequences of 2 to 12 tokens; return the values of every step, the first gradient, and the results."""
     model = run.place(BUILD[kind], sequence=SequenceDims(positions=POSITIONS[kind]))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -224,7 +224,7 @@ def test_a_model_in_slices_agrees_with_one_process(tmp_path: Path, single: Any, 
 
 
 def exact_part(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what must be the same to the bit."""
+    """Return the results that must be equal to the bit."""
     return {name: value for name, value in found.items() if name != "here"}
 
 
@@ -289,7 +289,7 @@ def test_several_micro_batches_with_shards(tmp_path: Path) -> None:
 
 
 def with_dropout(run: Run[Any]) -> Any:
-    """Run two steps with dropout, in attention and elsewhere; return what dropout makes of ones on this process."""
+    """Run two steps with dropout, in attention and elsewhere; return the result of dropout on ones on this process."""
     model = run.place(lambda: TinyGPT(dropout=0.3), sequence=SequenceDims(positions={"place": 0}))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -358,11 +358,11 @@ def test_passes_averages_and_empty_slices(tmp_path: Path) -> None:
         assert found == pytest.approx(truth, rel=1e-5)
 
 
-# -- what cannot be
+# -- unsupported models
 
 
 class OtherAttention(nn.Module):
-    """Attend to earlier positions in a way that is given."""
+    """Attend to earlier positions in a given way."""
 
     seen: Tensor
 
@@ -483,7 +483,7 @@ REFUSED: dict[str, tuple[Any, SequenceDims | None, Any, str]] = {
 
 @pytest.mark.parametrize("ranks", [4, 1])
 def test_unsupported_models_are_refused_on_every_process(tmp_path: Path, ranks: int) -> None:
-    """Each is refused before anything is computed that another process waits for."""
+    """Each is refused before any computation for which another process waits."""
     for found in run_ranks(refusals, 2, tmp_path, ranks):
         for what, words in found.items():
             assert isinstance(words, str), what

@@ -1,4 +1,4 @@
-"""Shards whose processes have died of another one's death come back in the run that begins again."""
+"""A run that restarts after a death has the shards of all processes again, including the dead ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.testing import build_run, close_run, finish_run, run_ranks
 
 
 def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
-    """The fingerprint, and the step from which it went on; None: it failed, because others have died."""
+    """Return the fingerprint and the step at which the run continued; None if it failed because others have died."""
     try:
         with join(world) as group:
             if world.number in dead:

@@ -79,7 +79,7 @@ def test_the_exchange_of_the_docs_trains(tmp_path: Path) -> None:
         for losses, fingerprint, promise in found:
             assert fingerprint == found[0][1]
             assert losses[-1] < 0.7 * losses[0]
-            assert promise[0] == "sites are part of the mathematics"
+            assert promise[0] == "depends on the number of sites"
             assert "processes vote" in promise[1]
         if size == 1:
             assert found[0][0] == pytest.approx(single[0], rel=1e-5)
@@ -130,7 +130,7 @@ def test_its_state_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 class Incomplete:
-    """Has no promise, and not the rest of the protocol."""
+    """An exchange without a promise and without most of the protocol."""
 
     def __init__(self, params: Any, virtual_ranks: int, group: Any) -> None:
         self.params = params
@@ -274,7 +274,7 @@ def train_with_lion(run: Run[Any]) -> Any:
 
 
 def test_a_custom_optimizer_needs_no_change(tmp_path: Path) -> None:
-    """The same bits on any number of processes, also after a resume on another number."""
+    """The bits are equal on any number of processes, also after a resume on another number."""
     config = settings(steps=12, clip=1.0)
     found = [
         rank_result

@@ -63,11 +63,11 @@ def test_several_passes_and_optimizers(tmp_path: Path) -> None:
         assert found == pytest.approx(tree, rel=1e-3, abs=1e-4)
 
 
-# -- hooks of the user's
+# -- hooks of the user
 
 
 class HookState:
-    """Note what passes through a hook."""
+    """Record the gradients that pass through a hook."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -97,7 +97,7 @@ def train_with_hook(world: World, config: Any, folder: str, kind: str) -> Any:
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
             if kind == "fp16" and world.size > 1:
-                # what it saw is a mean: not a sum over the batch
+                # it received a mean, not a sum over the batch
                 assert step.grad_norm is not None
                 assert 0.3 < saw.norms[-1] / step.grad_norm < 3
             step.update(optimizer)
@@ -126,7 +126,7 @@ def test_a_hook_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
     assert "--set exchange=ddp" in found
 
 
-# -- beside the loop that one writes by hand
+# -- comparison with a loop by hand
 
 
 def train_by_hand(world: World, config: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Processes that somebody else has started take each its own accelerator, of those that it is shown."""
+"""Processes that another launcher has started choose different accelerators of those that they see."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from unisono.testing import run_ranks
 
 
 def chosen_index(world: World, library: str, folder: str, shown: str) -> int | None:
-    """`shown`  for each process the accelerator that it sees under the number 0; -: none"""
+    """Return the index that this process chooses.
+
+    `shown`: for each process, the accelerator that it sees under the number 0; -: none.
+    """
     mine = shown[world.rank]
     os.environ[standin.NAME] = mine
     standin.equip(library, equipped=mine != "-")

@@ -1,4 +1,4 @@
-"""One model over several devices of a process. The CPU stands for several devices; an accelerator is one more."""
+"""One model over several devices of a process. The CPU serves as several devices; an accelerator is one more."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_bits_are_those_of_one_device(tmp_path: Path, changes: dict[str, Any
 
 
 def test_a_checkpoint_is_loaded_under_another_placement(tmp_path: Path) -> None:
-    """From a device map to shards and back. This GPT has no rows, so its parts are in the order of the model."""
+    """The run changes from a device map to shards and back. Without rows, the parts are in the order of the model."""
     config, folder = settings(), str(tmp_path / "parts")
     (never_stopped,) = run_ranks(train_kind, 1, "gpt", config, str(tmp_path / "whole"))
     for size, parallel, stop in [(1, TWO, 2), (2, ParallelSettings(shard=2), 4), (1, TWO, None)]:
@@ -155,7 +155,7 @@ def test_a_copy_is_another_model() -> None:
 
 
 def test_activations_are_moved_to_each_part() -> None:
-    """The way back needs a second device with data; for the other direction the meta device is enough."""
+    """A move back needs a second device with data; for the other direction the meta device is enough."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     apply_device_map(model, [CPU, META], META, [])
     assert [p.device.type for p in model.parameters()] == ["cpu"] * 4 + ["meta"] * 4

@@ -79,7 +79,7 @@ def test_majority_repairs_a_replica(tmp_path: Path) -> None:
     result = found[0]["result"]
     assert result["promise"] == "exact until step 2"
     assert result["reason"] == (
-        "then other mathematics: the weights of rank 1 from those of all to others, until healed after 4 steps"
+        "then other computations: the weights of rank 1 from those of all to others, until healed after 4 steps"
     )
 
 

@@ -1,4 +1,4 @@
-"""The tree's sum when leaves went to anybody, in any order: fed with gradients that tell every order apart."""
+"""The sum of the tree for any assignment and order of leaves, with gradients whose sum shows every order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wrong_sums(world: World, hosts: str) -> list[Any]:
                 dice.shuffle(busy)
                 taken: list[list[int]] = [[] for _ in range(group.size)]
                 for v in busy:
-                    taken[dice.randrange(group.size)].append(v)  # somebody may get nothing at all
+                    taken[dice.randrange(group.size)].append(v)  # a process may get no virtual rank
                 if turn % 4 == 3:
                     spans = assign_evenly(virtual_ranks, group.size)
                     grads = step(exchange, params, spans, pieces, group.rank)

@@ -76,7 +76,7 @@ def evaluate_lengths(world: World, folder: str, lengths: list[int]) -> dict[Any,
 
 
 def test_each_sample_is_used_once_with_the_same_bits(tmp_path: Path) -> None:
-    """Lengths: 101 samples, fewer than processes, and exactly one micro-batch; with and without `__len__`."""
+    """The data has 101 samples, fewer than processes, or exactly one micro-batch; with and without `__len__`."""
     lengths = [101, 3, 1, 4]
     runs = [
         results

@@ -262,7 +262,7 @@ def error_of_varying_recomputation(world: World) -> str:
 
 
 def test_a_pair_with_varying_recomputation_is_refused() -> None:
-    """Its terms were added to the other's sum one by one, which is another sum than on two processes."""
+    """The terms would be added to the other's sum one by one, which is another sum than on two processes."""
     (message,) = run_ranks(error_of_varying_recomputation, 1)
     assert "accumulated 4 times in this backward, never more than 1 times before" in message
     assert "use_reentrant=False" in message

@@ -32,15 +32,18 @@ def train(run: unisono.Run[unisono.Settings]) -> None:
 
 
 def join(world: World, folder: Path) -> None:
-    """As scripts do that start their processes themselves."""
+    """Initialize torch's group, as scripts do that start their processes themselves."""
     store = dist.FileStore(str(folder / "own-store"), world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    store.set(f"joined-{world.rank}", "1")  # a process that ends now would break the connections that others still make
+    store.set(f"joined-{world.rank}", "1")  # a process that ends early would break the connections of others
     store.wait([f"joined-{rank}" for rank in range(world.size)])
 
 
 def script(world: World, folder: str, when: str, run_dir: str, times: int = 1) -> bool:
-    """A script whose processes nobody else has started; `when` it calls init_process_group: before, inside, never."""
+    """Run a script whose processes no launcher of ours has started.
+
+    `when` it calls init_process_group: before, inside, never.
+    """
     gc.freeze()
     os.chdir(folder)
     environment.assign(None)
@@ -119,6 +122,6 @@ def without_a_back_end(world: World, folder: str) -> str:
 
 
 def test_a_group_without_the_back_end_for_the_device_is_refused(tmp_path: Path) -> None:
-    """torch's gloo takes tensors of an accelerator as well, and lacks some collectives for them."""
+    """torch's gloo accepts tensors of an accelerator as well, but lacks some collectives for them."""
     (message,) = run_ranks(without_a_back_end, 1, str(tmp_path))
     assert message.startswith('init_process_group("nccl", ...), or remove init_process_group')

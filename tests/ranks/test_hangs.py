@@ -1,4 +1,4 @@
-"""A rank that hangs is named, with what it waits for and the line."""
+"""A hang report names the rank that hangs, the object of its wait, and the line."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_stopped_process_is_named(tmp_path: Path, name: str) -> None:
 
 
 LATE_SECONDS = 15.0
-"""Five would do on a quiet machine; here others run beside us, and a process begins to wait only after it has come."""
+"""Five are enough on a quiet machine. Here other programs run, and a process waits only after it has connected."""
 
 
 def begin(

@@ -31,7 +31,7 @@ from unisono.train.run import Run
 
 
 def stuck(forks: int) -> None:
-    """From now on the children of the next so many forks hang, as CPython's do: before anything of theirs runs."""
+    """Make the children of the next `forks` forks hang as CPython's do: before any of their own code runs."""
     parent, left = os.getpid(), [forks]
 
     def count() -> None:
@@ -62,8 +62,10 @@ def draws(world: World, config: Settings, folder: str, stop_after: int | None = 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 8])
 def test_data_that_draws_for_some_samples_only_gives_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
-    """With one virtual rank the generators are one stream, which a fetch that draws begins anew: the loop's own draws
-    and its dropout must not show who fetched."""
+    """With one virtual rank the generators are one stream, and a fetch that draws seeds it again.
+
+    The loop's own random numbers and its dropout must not depend on the process that fetched.
+    """
     found = {}
     for count in (0, 2):
         config = training.settings(virtual_ranks=virtual_ranks, loader=LoaderSettings(workers=count))
@@ -78,7 +80,7 @@ def test_data_that_draws_for_some_samples_only_gives_the_same_bits(tmp_path: Pat
 
 
 def test_workers_that_hang_at_their_start_are_restarted(tmp_path: Path) -> None:
-    """Three of the first four: one begins, the others are killed; then both begin."""
+    """Three of the first four workers hang: one begins, the others are killed; then both begin."""
     plain = run_ranks(losses, 2, str(tmp_path / "plain"), 0)
     assert run_ranks(losses, 2, str(tmp_path / "stuck"), 3) == plain
     assert isinstance(plain[0], list)
@@ -91,7 +93,7 @@ def test_workers_that_never_start_raise_data_error(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_parent_dies_before_it_starts_ends() -> None:
-    """torch checks the parent only later, so the worker would wait for ever."""
+    """torch checks the parent only later, so the worker would wait forever."""
     register = loader_workers._Register(1)
 
     def orphan() -> None:
@@ -148,7 +150,7 @@ class Kind(torch.utils.data.Dataset[Any]):
 
 
 def layout(value: Any) -> Any:
-    """What a kernel sees of a batch: where it begins in a line of 64 bytes, strides, numbers."""
+    """Return the properties of a batch that a kernel depends on: its offset in 64 bytes, strides, numbers."""
     if isinstance(value, torch.Tensor) and value.is_sparse:
         return layout(value._indices()), layout(value._values())
     if isinstance(value, torch.Tensor):
@@ -168,7 +170,7 @@ def one(samples: list[Any]) -> Any:
 
 
 def fetched(world: World, mended: bool) -> dict[str, list[Any]]:
-    """Of every kind, what the loop gets from the process itself, from a worker, and out of turn."""
+    """Return for every kind the batches that the process fetches itself, those of a worker, and those out of turn."""
     if not mended:
         alignment.align = lambda batch: batch
     order, seen = BatchOrder(length=12, batch=4, virtual_ranks=2, micro_batch=1, seed=1), {}
@@ -205,14 +207,14 @@ def test_a_worker_delivers_the_batches_of_the_process_itself() -> None:
 
 
 def test_without_alignment_batches_differ() -> None:
-    """What the run's own check is for, if alignment ever fails."""
+    """The run's own check would detect this, if alignment ever failed."""
     (seen,) = run_ranks(fetched, 1, False)
     differ = {name for name, (here, by_worker, _) in seen.items() if here != by_worker}
     assert differ >= {"slices of numpy, one", "turned arrays, one", "conjugate, one"}
 
 
 class Bags(torch.utils.data.Dataset[Any]):
-    """Instances out of an array, several of them a sample."""
+    """Instances from an array, several of them for each sample."""
 
     def __init__(self) -> None:
         chance = np.random.RandomState(0)
@@ -265,7 +267,7 @@ def test_bags_out_of_an_array_train_to_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_bags_that_are_not_aligned_show_the_worker(tmp_path: Path) -> None:
-    """The kernels of this machine do round by address: otherwise the test above would prove nothing."""
+    """The kernels of this machine do round by address. Without that, the test above would be meaningless."""
     (here,) = run_ranks(train_bags, 1, str(tmp_path / "here"), 0, False)
     (worker,) = run_ranks(train_bags, 1, str(tmp_path / "worker"), 1, False)
     assert here[0] != worker[0]

@@ -66,9 +66,12 @@ def settings(steps: int = 13, **local: Any) -> Settings:
 
 
 def train(run: Run[Settings], *, at: At | None = None, rich: bool = False, thaw: int = 0) -> dict[str, Any]:
-    """at    is called after every update
-    thaw  the first layer learns from this step on
-    rich  with batch norm, and an average of the weights beside the model: a site's own, until all are as one"""
+    """Train with local SGD.
+
+    at    is called after every update
+    thaw  the first layer is trained from this step on
+    rich  use batch norm, and an average of the weights, which belong to a site until all sites are united
+    """
     model = run.place(build_with_norm if rich else build)
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
@@ -165,7 +168,7 @@ def test_outer_step_matches_a_loop_by_hand(config: Settings, tmp_path: Path) -> 
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
     assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
     assert len({rank["result"]["loss"] for rank in ranks}) == 1
-    assert ranks[0]["result"]["promise"] == "sites are part of the mathematics"
+    assert ranks[0]["result"]["promise"] == "depends on the number of sites"
 
 
 def test_bits_do_not_depend_on_the_processes_of_a_site(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_bits_do_not_depend_on_the_processes_of_a_site(tmp_path: Path) -> None:
         first, last = [losses for _, losses in found[::2]], [losses for _, losses in found[1::2]]
         assert first == [first[0]] * 3
         assert last == [last[0]] * 3
-        assert first[0][5] != last[0][5]  # each site has its own
+        assert first[0][5] != last[0][5]  # each site has its own value
 
 
 def quantization_errors(world: World, feedback: bool) -> list[float]:
@@ -250,7 +253,7 @@ def test_end_between_synchronizations_does_not_change_a_longer_run(
     ]  # due after 6 steps, and written after a synchronization
     ranks = run_ranks(train_run, 2, tmp_path / "parts", config, None, True)
     assert ranks[0]["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
-    (ended, _) = run_ranks(train_run, 2, tmp_path / "parts", config, None, True)  # nothing is left to do
+    (ended, _) = run_ranks(train_run, 2, tmp_path / "parts", config, None, True)  # no step is left
     assert ended["result"]["weights_sha256"] == undisturbed["result"]["weights_sha256"]
 
 
@@ -275,7 +278,7 @@ def test_another_exchange_resumes_from_the_model_only(tmp_path: Path) -> None:
     assert len({rank["result"]["weights_sha256"] for rank in ranks}) == 1
 
 
-# -- what is looked at between two meetings
+# -- evaluation between two synchronizations
 
 
 def error(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -308,7 +311,7 @@ def test_evaluation_uses_the_mean_of_sites_and_does_not_change_them(tmp_path: Pa
     assert ranks[0]["result"]["weights_sha256"] == untold["result"]["weights_sha256"]
 
 
-# -- what goes wrong
+# -- errors
 
 
 def raise_on_one(run: Run[Settings], step: Any, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The contract of the loop (docs/guide/loop.md): each breach raises the same error on all processes."""
+"""The contract of the loop (docs/guide/loop.md): each violation raises the same error on all processes."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def measured(measure: Callable[..., Any], data: Any = None) -> Loop:
 
 
 class Breach(NamedTuple):
-    """A loop that breaks the contract, and a part of its error message."""
+    """A loop that violates the contract, and a part of its error message."""
 
     loop: Loop
     words: str
@@ -382,7 +382,7 @@ def run_breaches(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return the result of each breach on one process and on two. Each breach has its own process group."""
+    """Return the result of each violation on one process and on two. Each one has its own process group."""
     return [end for size in (1, 2) for end in run_ranks(run_breaches, size, str(tmp_path_factory.mktemp("breaches")))]
 
 
@@ -409,7 +409,7 @@ def test_samples_with_nan_are_named(results: list[dict[str, Any]]) -> None:
     assert words in results[0]["a loss of NaN"]
 
 
-# -- what is no breach
+# -- correct loops
 
 
 def with_batch_norm(run: Run[Any]) -> Any:

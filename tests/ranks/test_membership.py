@@ -1,4 +1,4 @@
-"""Processes notice a death, agree on the remaining ones, and form a new group; others join them."""
+"""Processes detect a death, agree on the remaining ones, and form a new group; others join them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def survive(world: World, victims: tuple[int, ...], *, chain: bool) -> Any:
         if membership.number in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            if chain and group.rank == 0:  # which waits for one that lives, and waits for the dead one itself
+            if chain and group.rank == 0:  # rank 0 waits for a living process, which waits for the dead one
                 group.send_and_receive([], [_message(1)])[0].wait()
             else:
                 group.sum_(torch.ones(100_000))

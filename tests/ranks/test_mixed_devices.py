@@ -169,9 +169,9 @@ def test_slower_process_computes_less(accelerator: str, tmp_path: Path, slow: in
     config: Settings = training.settings(steps=40, batch=24, virtual_ranks=12)
     alike = run_ranks(train, 1, "", (), "mlp", config, str(tmp_path / "alike"))
     found = run_ranks(train_slowed, 2, accelerator, slow, config, str(tmp_path / "mixed"))
-    counts = found[0]["result"]["deals"][0]["virtual_ranks"]
+    counts = found[0]["result"]["assignments"][0]["virtual_ranks"]
     assert counts[slow] < 6 < counts[1 - slow]
-    assert [f["result"]["deals"] for f in found] == [found[0]["result"]["deals"]] * 2
+    assert [f["result"]["assignments"] for f in found] == [found[0]["result"]["assignments"]] * 2
     assert found[0]["losses"] == pytest.approx(alike[0]["losses"], rel=1e-4)
 
 

@@ -220,7 +220,7 @@ def test_outputs_are_not_sent(tmp_path: Path) -> None:
         assert results[-1][2] == []
 
 
-# -- what cannot be sent
+# -- values that cannot be sent
 
 
 class Dice(nn.Linear):

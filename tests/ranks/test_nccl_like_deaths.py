@@ -46,7 +46,7 @@ def dies_at(owner: Any, name: str, times: int, *, after: bool = False, once: Cal
     setattr(owner, name, call)
 
 
-# -- in the midst of a backward pass
+# -- in a backward pass
 
 
 class Deep(nn.Sequential):
@@ -70,9 +70,7 @@ def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict
             for x, y in step:
                 loss = F.cross_entropy(model(x), y, reduction="sum")
                 step.backward(loss, weight=len(y))
-                assert (
-                    loss.item() > 0
-                )  # as a script would: here a device that waits for a dead peer would be waited for
+                assert loss.item() > 0  # as a script would: a device would wait here for a dead peer
             step.update(optimizer)
         finish_run(run)
         close_run(run)
@@ -152,7 +150,7 @@ def test_deaths_at_any_moment(tmp_path: Path, seed: int) -> None:
     assert {value[1] for value in found.values() if value is not None} == {alone[1]}
 
 
-# -- a collective of the script's own
+# -- a collective of the script
 
 
 def adds_up_by_itself(world: World, folder: Path) -> Any:

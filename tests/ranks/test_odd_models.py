@@ -212,7 +212,7 @@ def test_bits_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]
     assert_same_results(runs, name)
 
 
-# -- what is refused
+# -- refused models
 
 
 def two_models(run: Run[Any]) -> tuple[Any, Any, Any, Any]:

@@ -39,7 +39,7 @@ def test_it_is_short_and_has_the_protocol() -> None:
 
 
 class WordPairs(torch.utils.data.Dataset):
-    """Four words, and which of two classes their sum has."""
+    """Pairs of four words, and the class of their sum, out of two."""
 
     def __len__(self) -> int:
         return 50
@@ -50,7 +50,7 @@ class WordPairs(torch.utils.data.Dataset):
 
 
 class Net(nn.Module):
-    """A table of 11 rows, which do not divide evenly."""
+    """A table of 11 rows, which are not evenly divisible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize(("size", "tensor"), [(2, 2), (3, 3), (4, 2)])
 def test_it_has_the_bits_of_one_process(tmp_path: Path, single: Any, size: int, tensor: int) -> None:
-    """To the bit, because rows are only added to zeros; the norm is a sum of parts."""
+    """The weights are equal to the bit, because rows are only added to zeros; the norm is a sum of parts."""
     config = replace(CONFIG, parallel=ParallelSettings(tensor=tensor))
     found = run_ranks(attempt, size, tmp_path, words, config)
     for rank, here in enumerate(found):

@@ -50,7 +50,7 @@ CASES["gpt, under autocast"] = {"precision": "bf16"}
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every case on one process."""
+    """Train every case on one process."""
     folder = tmp_path_factory.mktemp("alone")
     return {
         case: run_ranks(short, 1, case.split(",")[0], settings(parallel=Low(), **changes), str(folder / case))[0]
@@ -72,7 +72,7 @@ class Rows(nn.Module):
 
     def __init__(self, *, dropout: float = 0.1) -> None:
         super().__init__()
-        self.scale: torch.Tensor | None = torch.ones(16)  # float32 by name, where a layer has bfloat16
+        self.scale: torch.Tensor | None = torch.ones(16)  # float32 by name, in a layer of bfloat16
         self.tokens = nn.Embedding(24, 16)
         layers = [Layer(dropout) for _ in range(3)]
         layers[2].up.weight = layers[1].up.weight
@@ -107,7 +107,7 @@ class Layer(nn.Module):
 
 
 class Untied(Rows):
-    """No weight is shared."""
+    """A model without shared weights."""
 
     def __init__(self) -> None:
         super().__init__(dropout=0.0)
@@ -122,7 +122,7 @@ def next_token(output: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor
 
 
 def rows(run: Run[Any], build: Any = Rows, **place: Any) -> Any:
-    """Losses, gradients' kinds and norms, what is evaluated and predicted, and the weights."""
+    """Return losses, dtypes and norms of gradients, an evaluation, a prediction, and the weights."""
     model = run.place(build, **place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -186,7 +186,7 @@ def test_with_tensor_and_context_parallelism(tmp_path: Path, other: Any) -> None
 
 
 def compiled(run: Run[Any]) -> Any:
-    """The rows, on sentences that are equally long: every shape is compiled by itself."""
+    """Train the rows on sequences of one length, because every shape is compiled by itself."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(run.dir.parent / "inductor")
     model = run.place(partial(Rows, dropout=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -235,7 +235,7 @@ def test_a_checkpoint_is_loaded_under_any_placement(tmp_path: Path) -> None:
 
 
 def by_hand(run: Run[Any]) -> Any:
-    """The loop of one virtual rank, and the same with every parameter cast by hand."""
+    """Compare the loop of one virtual rank with one that casts every parameter by hand."""
     model = run.place(partial(Rows, dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.track(model=model, optimizer=optimizer)
@@ -269,12 +269,12 @@ def test_one_virtual_rank_is_the_loop_by_hand(tmp_path: Path) -> None:
 
 
 def beside_torch(run: Run[Any]) -> Any:
-    """The gradient of a step, ours and that of stock FSDP2 for the same micro-batches."""
+    """Return the gradient of a step, ours and that of stock FSDP2 for the same micro-batches."""
     model = run.place(partial(Rows, dropout=0.0))
     plain: Any = Rows(dropout=0.0)
     plain.load_state_dict({name: gather_tensor(p.detach()) for name, p in model.state_dict().items()})
     policy = partial(MixedPrecisionPolicy, torch.bfloat16, torch.float32)
-    plain.scale = plain.scale.bfloat16()  # for the two that share a weight, and are no units of FSDP2's
+    plain.scale = plain.scale.bfloat16()  # for the two that share a weight, and are not units of FSDP2
     fully_shard(plain.rows[0], mp_policy=policy())
     fully_shard(plain, mp_policy=policy(output_dtype=torch.float32))
     for unit in plain.modules():
@@ -298,7 +298,7 @@ def beside_torch(run: Run[Any]) -> Any:
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_two_shards_have_the_gradient_of_stock_fsdp(tmp_path: Path, gather: Any) -> None:
-    """To the bit, because two micro-batches have one order of addition."""
+    """The gradients are equal to the bit, because two micro-batches have one order of addition."""
     config = settings(steps=1, batch=8, virtual_ranks=2, parallel=Low(shard=2, reshard=gather))
     for found in run_ranks(attempt, 2, tmp_path, beside_torch, config):
         assert found == [True] * len(found)
@@ -306,7 +306,7 @@ def test_two_shards_have_the_gradient_of_stock_fsdp(tmp_path: Path, gather: Any)
 
 
 def pictures(run: Run[Any]) -> Any:
-    """A convolution that lies in memory in another order, in a row and outside of it; and an average of the weights."""
+    """Train convolutions with another memory format, in a row and outside of it; and an average of the weights."""
     build = lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 2))  # noqa: E731
     model = run.place(lambda: build().to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -333,8 +333,7 @@ def test_channels_last_and_a_copy(tmp_path: Path) -> None:
 
 
 def twice(run: Run[Any]) -> Any:
-    """A model that is called twice in one round, of whose layers one is called twice as well, and the gradient of a
-    gradient."""
+    """Call a model twice in one round, call one of its layers twice as well, and compute the gradient of a gradient."""
     rows = nn.Sequential(nn.Linear(3, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
     model = run.place(nn.Sequential(rows, rows[2], nn.Linear(8, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -384,7 +383,7 @@ def elsewhere(run: Run[Any]) -> Any:
 
 
 def thaws(run: Run[Any]) -> Any:
-    """Two layers that begin to learn after the first step."""
+    """Train with two layers that are unfrozen after the first step."""
 
     def build() -> nn.Module:
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))

@@ -1,4 +1,4 @@
-"""A dead peer is noticed at once and named in the error."""
+"""A dead peer is detected at once and named in the error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unisono.testing import run_ranks
 
 
 def one_leaves(world: World) -> tuple[str, float]:
-    """The second process is gone before the first one needs it. (Its group cannot be left in order any more.)"""
+    """End the second process before the first one needs it. (Its group cannot be left in order after that.)"""
     group = join(world).__enter__()
     group.barrier()
     if world.rank == 1:
@@ -65,7 +65,7 @@ def begin(script: str, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system chooses cores by itself")
 def test_a_failure_just_after_a_collective_does_not_abort(tmp_path: Path) -> None:
-    """A thread of gloo's was about to let go of its tensors, which takes the interpreter: half of them aborted."""
+    """A thread of gloo's was about to release tensors, which needs the interpreter: half of the processes aborted."""
     for number in range(2):
         ranks = [begin(GATHERS, str(rank), f"{tmp_path}/store-{number}") for rank in range(2)]
         output = [each.communicate(timeout=60)[1] for each in ranks]
@@ -135,7 +135,7 @@ def test_messages_arrive(size: int) -> None:
 
 
 def connects_late(world: World, failures: list[int]) -> tuple[int, float]:
-    """In attempt number n, gloo fails on rank failures[n], although the others have connected."""
+    """Connect, while gloo fails on rank failures[n] in attempt n, although the others have connected."""
     connect, attempts = dist.init_process_group, 0
 
     def fail_sometimes(*args: Any, **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_process_that_never_connects_raises_world_error() -> None:
 
 
 def failed_before(world: World) -> float:
-    """In this process an attempt to connect has failed, which torch has counted."""
+    """Fail an attempt to connect in this process, which torch has counted."""
     distributed_c10d._world.group_count = world.rank
     before = time.monotonic()
     with join(world) as group:

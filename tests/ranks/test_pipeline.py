@@ -28,7 +28,7 @@ from unisono.train.run import Run
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 UNEVEN = settings(batch=16, virtual_ranks=8, steps=4, micro_batch=1, clip=0.5)
-"""Over 53 numbers: the fourth step has five of them, so three virtual ranks have nothing."""
+"""Over 53 numbers: the fourth step has five of them, so three virtual ranks are empty."""
 
 
 class Deep(nn.Sequential):
@@ -121,8 +121,10 @@ def likelihood(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor,
 
 
 def train_language_model(run: Run[Any], *, text: bool, tied: bool, stop_after: int | None = None) -> Any:
-    """The text recipe's model, or one with lines of varied length, a frozen parameter and one that nobody uses. Of the
-    first step every gradient, by name."""
+    """Train the text recipe's model, or one with lines of varied length, a frozen parameter and an unused one.
+
+    The results have every gradient of the first step, by name.
+    """
 
     def build() -> nn.Module:
         model = GPT(Model(width=16, depth=4, heads=2, context=16, dropout=0.1)) if text else TinyGPT()
@@ -235,7 +237,7 @@ def test_eight_processes(tmp_path: Path, single: Any, pipeline: int) -> None:
     assert run_ranks(attempt, 8, tmp_path, train_deep, config) == [single] * 8
 
 
-# -- what a run keeps
+# -- checkpoints of a pipeline
 
 
 def test_a_checkpoint_is_loaded_with_and_without_a_pipeline(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Forwards that ask Python about their inputs: in a pipeline they take the path of one process, or are refused."""
+"""Forwards that inspect their inputs in Python: in a pipeline they take the path of one process, or are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.train.run import Run
 
 
 class AsksBatch(nn.Module):
-    """Multiply by a factor if `ask` says so of the batch."""
+    """Multiply by a factor if `ask` returns true for the batch."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 
 
 class AsksNothing(nn.Module):
-    """Ask nothing that depends on the batch, except for a default."""
+    """Inspect nothing that depends on the batch, except for a default."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         super().__init__()

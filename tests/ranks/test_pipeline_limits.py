@@ -1,4 +1,4 @@
-"""What a pipeline does not support is refused, and no process waits for another one that has ended."""
+"""Unsupported models and loops are refused in a pipeline, and no process waits for another one that has ended."""
 
 from __future__ import annotations
 

@@ -115,7 +115,10 @@ def test_a_loss_that_no_scale_makes_finite_is_refused(tmp_path: Path) -> None:
 
 
 def by_hand(model: nn.Module, batches: list[Any], precision: str) -> tuple[dict[str, torch.Tensor], float]:
-    """The loop of torch's documentation, https://docs.pytorch.org/docs/stable/notes/amp_examples.html, with sums."""
+    """Run the loop of torch's documentation, with sums.
+
+    https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16

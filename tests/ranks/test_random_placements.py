@@ -26,7 +26,7 @@ from unisono.testing import run_ranks
 
 
 class RandomRun(NamedTuple):
-    """A computation; its settings do not choose a layout."""
+    """A computation. Its settings do not choose a layout."""
 
     settings: Settings
     kind: str

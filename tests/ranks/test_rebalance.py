@@ -47,8 +47,8 @@ def test_slow_process_computes_less_with_the_same_bits(tmp_path: Path, size: int
     found = run_ranks(train_slowed, size, config, str(tmp_path / "slow"), slow, 4.0)
     assert {f["state"] for f in found} == {reference["state"]}
     assert found[0]["losses"] == reference["losses"]
-    deals = found[0]["result"]["deals"]
-    assert [f["result"]["deals"] for f in found] == [deals] * size
+    deals = found[0]["result"]["assignments"]
+    assert [f["result"]["assignments"] for f in found] == [deals] * size
     counts = deals[0]["virtual_ranks"]
     assert counts[slow] == min(counts) < 12 // size
     assert sum(counts) == 12
@@ -58,14 +58,14 @@ def test_slow_process_computes_less_with_the_same_bits(tmp_path: Path, size: int
 def test_assignment_is_fixed_when_balancing_is_off(tmp_path: Path) -> None:
     config = replace(training.settings(steps=40), balance=BalanceSettings(by_speed=False))
     found = run_ranks(train_slowed, 2, config, str(tmp_path), 1, 4.0)
-    assert "deals" not in found[0]["result"]
+    assert "assignments" not in found[0]["result"]
     assert abs(found[0]["rounds"] - found[1]["rounds"]) <= 3  # the last batch of an epoch is smaller
 
 
 def test_very_slow_process_gets_no_work_and_is_named(tmp_path: Path) -> None:
     config = replace(training.settings(steps=40, batch=24, virtual_ranks=3))
     found = run_ranks(train_slowed, 3, config, str(tmp_path), 2, 10.0)
-    assert found[0]["result"]["deals"][0]["virtual_ranks"][2] == 0
+    assert found[0]["result"]["assignments"][0]["virtual_ranks"][2] == 0
     (reference,) = run_ranks(train_slowed, 1, config, str(tmp_path / "alone"), None, 1.0)
     assert {f["state"] for f in found} == {reference["state"]}
 

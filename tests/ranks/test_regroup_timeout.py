@@ -25,13 +25,13 @@ def hurry() -> None:
 
 
 def send_into_the_end(world: World) -> int:
-    """Return how many messages hang that are sent just after the sockets were shut down."""
+    """Return the number of messages that hang after they were sent just after the shutdown of the sockets."""
     hung = 0
     with join(world) as group:
         member: Any = membership.membership_of(group)
         for _ in range(12):
             if group.rank == 0:
-                time.sleep(0.02)  # it waits by now, and its word of that is here
+                time.sleep(0.02)  # the peer waits by now, and its notice has arrived
                 member._abort_sockets()
             try:
                 (work,) = messages(group, 1 - group.rank, 10, sends=group.rank == 0)
@@ -53,7 +53,7 @@ def test_a_send_after_the_shutdown_of_sockets_does_not_hang() -> None:
 
 
 def half_a_message(world: World) -> Any:
-    """Process 3 dies when a message to it is half written, which gloo drops. Process 2 computes for a long time."""
+    """Stop process 3 when a message to it is half written, which gloo drops. Process 2 computes for a long time."""
     hurry()
     with join(world) as group:
         member: Any = membership.membership_of(group)
@@ -86,7 +86,7 @@ def test_a_hanging_process_is_left_behind_and_a_computing_one_is_not() -> None:
 
 
 def hang(world: World, where: str) -> Any:
-    """Process 2 dies, and process 1 hangs instead of forming a group with process 0."""
+    """Kill process 2; process 1 then hangs instead of forming a group with process 0."""
     hurry()
     with join(world) as group:
         member: Any = membership.membership_of(group)

@@ -1,4 +1,4 @@
-"""Models that several processes share: who dies takes his replica out, and the replicas beside it go on."""
+"""Models that several processes share: a death removes the replica, and the other replicas continue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, dea
 
 
 def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead: int) -> Any:
-    """Process `dead` is killed in step 2, while the replica that verifies the step is in a spare round."""
+    """Kill process `dead` in step 2, while the replica that verifies the step is in a spare round."""
     with join(world, divided=True) as group:
         run = build_run(config, world, group, folder, verified=True)
         model = run.place(MLP)
@@ -71,7 +71,7 @@ def dies_beside_spare_rounds(world: World, config: Settings, folder: Path, dead:
 
 
 def test_a_death_within_spare_rounds_breaks_no_promise(tmp_path: Path) -> None:
-    """What a replica computes with layers that it could not gather is not compared."""
+    """The results of a replica for layers that it could not gather are not compared."""
     (alone,) = run_ranks(dies_beside_spare_rounds, 1, settings(), tmp_path / "alone", -1)
     config = settings(parallel=ParallelSettings(shard=2, reshard="layer"))
     with ElasticProcesses(dies_beside_spare_rounds, 4, config, tmp_path, 1) as processes:
@@ -116,7 +116,7 @@ def test_a_death_in_an_evaluation_and_in_a_checkpoint(tmp_path: Path, gather: Ga
 
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_two_passes_wait_for_one_update(tmp_path: Path, gather: Gather) -> None:
-    """Each pass goes through both models, and what the other has made stays."""
+    """Each pass uses both models, and keeps the gradient of the other pass."""
     alone, shared = settings(), settings(parallel=ParallelSettings(shard=2, reshard=gather))
     (expected,) = run_ranks(two_passes, 1, alone, tmp_path / "alone", {})
     assert run_ranks(two_passes, 2, shared, tmp_path / "shared", {}) == [expected, expected]
@@ -134,7 +134,7 @@ def test_a_step_of_two_passes_goes_on(tmp_path: Path, gather: Gather) -> None:
 
 
 def dies_with_its_result(world: World, config: Settings, folder: Path, step: int) -> Any:
-    """Process 1 dies when it holds a step's whole gradient, and before it can say so: the others hold it as well."""
+    """Kill process 1 when it holds a step's whole gradient, before it can report so: the others hold it as well."""
     if world.number == 1:
         left = step
 
@@ -174,7 +174,7 @@ def test_two_that_die_at_once_take_two_replicas_out(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("gather", ["layer", "step"])
 def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
-    """Any process but those of one replica that knows the run's state, at any moment; new replicas come."""
+    """Any process dies at any moment, but for those of one replica with the run's state; new replicas join."""
     chance = random.Random(3)
     config = settings(
         steps=10_000, checkpoint=CheckpointSettings(every=7), parallel=ParallelSettings(shard=2, reshard=gather)
@@ -193,7 +193,7 @@ def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
             if others:
                 processes.kill(chance.choice(others))
                 kills += 1
-                for _ in range(2):  # an even number, and the next one: the first seat, and the second
+                for _ in range(2):  # an even number, and the next one: both places of a replica
                     processes.start(len(processes.processes), joins=True)
         (tmp_path / "soak" / "enough").touch()
         told = [value for value in processes.results().values() if value is not None]
@@ -205,7 +205,7 @@ def test_a_soak_of_kills(tmp_path: Path, gather: Gather) -> None:
 
 
 def clips(world: World, config: Settings, folder: Path, dead: int) -> Any:
-    """That process is killed as the third update begins, before its gradients are clipped; process 1 comes late."""
+    """Kill process `dead` as the third update begins, before its gradients are clipped; process 1 is late."""
     times = 0
 
     def observe(_: str, entered: str) -> None:

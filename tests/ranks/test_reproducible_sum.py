@@ -68,7 +68,7 @@ LEAVES, WIDTH = 8, 1500
 
 
 def cancelling(step: int, virtual_rank: int) -> torch.Tensor:
-    """Return leaves of which pairs nearly cancel: the rest shows the order of additions."""
+    """Return leaves that nearly cancel in pairs: the rest shows the order of additions."""
     g = torch.Generator().manual_seed(1000 * step + virtual_rank // 2)
     big = torch.randn(WIDTH, generator=g) * 10.0 ** torch.randint(-9, 10, (WIDTH,), generator=g)
     mine = torch.Generator().manual_seed(1000 * step + 500 + virtual_rank)

@@ -99,15 +99,17 @@ def finish_twice(world: World, folder: str) -> Any:
 def test_a_finished_run_does_no_more_steps(tmp_path: Path) -> None:
     for once, again in run_ranks(finish_twice, 2, str(tmp_path)):
         assert len(once) == 4
-        assert again == once[-1:]  # no losses, and the fingerprint that was there
+        assert again == once[-1:]  # no losses, and the same fingerprint
 
 
-# -- what must be tracked, and what must fit
+# -- objects that must be tracked, and must fit
 
 
 def tracks(*names: str, late: bool = False, build: Callable[[], nn.Module] = linear) -> Loop:
-    """A loop with a model, two optimizers (the second only steps in step 1, if `late`) and a schedule, that tracks
-    these names of them."""
+    """Return a loop that tracks the objects with these names.
+
+    It has a model, two optimizers and a schedule. The second optimizer steps only in step 1, if `late`.
+    """
 
     def loop(run: Run[Any]) -> Any:
         model = run.place(build)
@@ -273,7 +275,7 @@ def test_optimizer_state_keeps_its_dtype(tmp_path: Path) -> None:
 # -- a loop that was left with break
 
 AFTER_BREAK: dict[str, tuple[int, bool, bool, str]] = {
-    # virtual ranks, in the middle of a step, the weights are changed: the promise of a run that goes on from there
+    # (virtual ranks, whether in the middle of a step, whether the weights change, the promise of a continued run)
     "nothing": (4, False, False, "exact"),
     "nothing, one stream": (1, False, False, "exact"),
     "in a step": (4, True, False, "exact"),
@@ -332,7 +334,7 @@ def fails_to_save(world: World, folder: str) -> Any:
     def after(step: Any, optimizer: Any) -> None:
         step.update(optimizer)
         if step.number == 3 and world.rank == 0:
-            for thread in threading.enumerate():  # that of step 2 is saved beside the steps
+            for thread in threading.enumerate():  # the checkpoint of step 2 is saved concurrently
                 if thread.name.startswith("checkpoint"):
                     thread.join()
             Path(folder, "checkpoints", ".step-00000004.unfinished").write_text("in the way")
@@ -351,7 +353,7 @@ def test_a_failed_save_is_reported_by_every_rank_and_changes_nothing(tmp_path: P
     assert fingerprint(tmp_path)["step"] == 2
 
 
-# -- a run that is made longer
+# -- a longer run
 
 
 def scheduled(run: Run[Any], how: str) -> Any:
@@ -364,7 +366,7 @@ def scheduled(run: Run[Any], how: str) -> Any:
     if how == "warm-up first":
         warm, cool = LinearLR(optimizer, 0.5, total_iters=2), CosineAnnealingLR(optimizer, run.total_steps - 2)
         schedule = SequentialLR(optimizer, [warm, cool], [2])
-    run.track(schedule=schedule, model=model, optimizer=optimizer)  # the schedule first: the optimizer brings a rate
+    run.track(schedule=schedule, model=model, optimizer=optimizer)  # the schedule first: the optimizer has a rate
     rates = []
     for step in run.steps(Numbers()):
         for x, i in step:
@@ -402,7 +404,7 @@ def test_a_schedule_continues_in_a_longer_run(tmp_path: Path) -> None:
         assert told[how][2][0] == pytest.approx(told[how][0][0][3:])
 
 
-# -- what a resume may promise
+# -- the promise of a resumed run
 
 
 def promises(world: World, folder: str) -> list[str]:
@@ -425,4 +427,4 @@ def test_a_resume_keeps_a_lowered_promise(tmp_path: Path) -> None:
     assert other == [first, plain, first, longer]
     assert first.startswith("tolerance: ")
     assert plain == first
-    assert longer == f"{first}; from step 2 on other mathematics: schedule.T_max from 2 to 4"
+    assert longer == f"{first}; from step 2 on other computations: schedule.T_max from 2 to 4"

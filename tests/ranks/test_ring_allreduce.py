@@ -19,7 +19,7 @@ from unisono.exchange.ring import RingAllReduce
 from unisono.testing import run_ranks
 
 LENGTHS = (0, 1, 2, 3, 5, 64, 1000, 4099)
-"""Some are shorter than the ring, and few come out even."""
+"""Some are shorter than the ring, and few divide evenly."""
 
 
 def numbers(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def carried(world: World) -> list[float]:
-    """Run several in the thread while this process uses other collectives."""
+    """Run several all-reduces in the thread while this process uses other collectives."""
     with join(world) as group:
         thread = transfer_thread(group)
         rows = [torch.full((1000 * (i + 1),), float(group.rank + i)) for i in range(5)]
@@ -75,9 +75,9 @@ def test_a_thread_runs_them_in_order() -> None:
 
 
 def alone(world: World) -> str:
-    """One process ends while the tensor of the other one is in progress."""
+    """End one process while the tensor of the other one is in progress."""
     context = join(world)
-    group = context.__enter__()  # left without the others, as a process that dies leaves
+    group = context.__enter__()  # left without the others, as a dying process leaves
     if group.rank == 1:
         return ""
     work = transfer_thread(group).begin(torch.ones(10))

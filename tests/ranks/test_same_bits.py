@@ -107,7 +107,7 @@ def test_random_numbers_outside_micro_batches_are_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("virtual_ranks", [1, 4])
 def test_tensor_datasets_are_read_in_batches_with_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
-    """Also in loader workers and after a resume, where one virtual rank needs no seeding."""
+    """This includes loader workers and a resume. With one virtual rank no seeding is needed."""
     config = settings(virtual_ranks=virtual_ranks)
     runs = [run for size in {1, virtual_ranks} for run in results(tmp_path, size, "tensors", config)]
     runs += results(tmp_path, 1, "tensors", replace(config, loader=LoaderSettings(workers=2)))

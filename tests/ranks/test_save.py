@@ -1,4 +1,4 @@
-"""Asynchronous saves: parts by process, the state at the begin of the save, errors on all ranks, process deaths."""
+"""Asynchronous saves: parts by process, the state at the beginning, errors on all ranks, process deaths."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ EVERY_TWO = replace(SETTINGS, steps=6, checkpoint=CheckpointSettings(every=2, ke
 
 
 def on_a_slow_disk(world: World, folder: Path) -> Any:
-    """End the save after step 2 only after step 4. Returns the model at that time, and the steps done meanwhile."""
+    """End the save after step 2 only after step 4. Return the model at that time, and the steps done meanwhile."""
     prints: dict[int, str] = {}
     steps_done: list[int] = []
 
@@ -71,7 +71,7 @@ def on_a_slow_disk(world: World, folder: Path) -> Any:
 
         return train(run, after=after)
 
-    config = replace(EVERY_TWO, parallel=ParallelSettings(shard=2))  # both have something to write
+    config = replace(EVERY_TWO, parallel=ParallelSettings(shard=2))  # both processes have files to write
     return attempt(world, folder, body, config), steps_done, prints
 
 
@@ -90,7 +90,7 @@ def killed_while_saving(world: World, folder: Path) -> None:
 
         def after(step: Any, optimizer: Any) -> None:
             step.update(optimizer)
-            if step.number == 2:  # after step 2 it was saved; the next one is on a slow disk
+            if step.number == 2:  # the first checkpoint is saved; the next one is on a slow disk
                 run.context.state.settle()
                 run.context.state._place = slow
             if step.number == 4:
@@ -129,7 +129,7 @@ def test_a_failed_loop_lets_the_last_save_finish(tmp_path: Path) -> None:
     assert newest(tmp_path, pytest.fail) == tmp_path / "checkpoints" / "step-00000002"
 
 
-# -- who writes what
+# -- files of each process
 
 
 def tensor_counts(path: Path) -> dict[str, tuple[int, int]]:
@@ -171,7 +171,7 @@ def test_each_pipeline_stage_writes_its_parameters(tmp_path: Path) -> None:
     assert all(whole > 5 and not parts for whole, parts in told.values())
 
 
-# -- what goes wrong
+# -- errors
 
 
 def second_cannot_write(world: World, folder: Path) -> Any:

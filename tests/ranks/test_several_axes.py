@@ -19,11 +19,11 @@ INSIDE = 4
 """Processes of the layout: two halves of every matrix, times two stretches of the layers."""
 
 CONFIG = Settings(steps=3, batch=28, virtual_ranks=12, micro_batch=2, clip=0.5)
-"""Over 60 sequences: the third step has four of them, so eight virtual ranks have nothing."""
+"""Over 60 sequences: the third step has four of them, so eight virtual ranks are empty."""
 
 
 def beside(replicas: int, folder: Path, length: int = LENGTH, **ways: Any) -> TrainResult:
-    """What comes of so many replicas of the layout: the same on all their processes."""
+    """Return the result of this number of replicas of the layout, which is equal on all their processes."""
     parallel = ParallelSettings(tensor=2, pipeline=2, **ways)
     config = replace(CONFIG, parallel=parallel)
     everybody = run_ranks(
@@ -67,7 +67,7 @@ def test_divided_sequences_and_logits_in_a_pipeline(tmp_path: Path, ways: dict[s
 
 
 def forward(run: Run[Any]) -> Any:
-    """A prediction, and a forward pass of the loop's own."""
+    """Return a prediction, and a forward pass of the loop's own."""
     model = run.place(GPT)
     with torch.no_grad():
         alone = model(Sentences(5).rows[:, :-1])

@@ -239,7 +239,7 @@ def test_one_virtual_rank_matches_a_loop_by_hand(tmp_path: Path) -> None:
     assert run_ranks(attempt, 1, tmp_path, by_hand, replace(CONFIG, virtual_ranks=1)) == [True]
 
 
-# -- breaches
+# -- violations of the contract
 
 
 def repeat_pass(step: Step, a: Adversaries) -> None:

@@ -60,7 +60,7 @@ MAKE = {
 
 
 def all_of_them(world: World, folder: Path) -> dict[str, Any]:
-    """By its name what comes of an optimizer in shards: bits and promise, or words."""
+    """Return for each optimizer, by name, its result with shards: bits and promise, or an error message."""
 
     def loop(make: Any) -> Any:
         return lambda run: (train(run, build=matrix, make=lambda model: make(model.parameters())), run_promise(run))
@@ -84,7 +84,7 @@ def test_optimizers_that_are_not_elementwise_promise_less_in_shards(tmp_path: Pa
 
 
 def begun_or_resumed(world: World, folder: str, config: Settings, resume: bool) -> str:
-    """Trains with Adafactor for two steps, or goes on from there; returns what is refused."""
+    """Train with Adafactor for two steps, or resume and continue; return the error message."""
     with join(world, divided=world.size > 1) as group:
         run = build_run(config, world, group, Path(folder), resume=resume)
         model = run.place(lambda: nn.Linear(5, 3))

@@ -37,7 +37,7 @@ def params_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def clipped(step: Step, optimizer: Any) -> list[float]:
-    """Four ways to change a gradient by its norm, and two norms of weights."""
+    """Change a gradient by its norm in four ways, and compute two norms of weights."""
     params = params_of(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(params, 0.1)
     told = [float(norm), float(torch.nn.utils.clip_grad_norm_(params, 0.05, norm_type=1.0, foreach=False))]
@@ -52,7 +52,7 @@ def clipped(step: Step, optimizer: Any) -> list[float]:
 
 
 def layer_by_layer(step: Step, optimizer: Any) -> None:
-    """A step of LARS, made by hand: as long as the weights allow."""
+    """Run a step of LARS by hand, which scales a gradient by the norm of its weights."""
     with torch.no_grad():
         for p in params_of(optimizer):
             assert p.grad is not None
@@ -98,7 +98,7 @@ def test_reductions_of_shards_have_the_bits_of_one_process(tmp_path: Path) -> No
 
 
 def elsewhere(world: World) -> Any:
-    """Reductions along another axis, of rows, of what needs a gradient, and after the end."""
+    """Reduce along another axis, rows, tensors that need a gradient, and after the end."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -1,4 +1,4 @@
-"""Noise that a script draws for gradients and weights between two steps: the same bits where they are divided."""
+"""Noise that a script draws for gradients and weights between two steps: the same bits if they are sharded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 def train(world: World, how: str, folder: str, config: Settings) -> tuple[str, str]:
-    """The fingerprint of the weights, and the promise."""
+    """Return the fingerprint of the weights, and the promise."""
     with join(world, divided=world.size > 1) as group:
         run = build_run(config, world, group, Path(folder))
         model = run.place(lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 3)))

@@ -23,7 +23,7 @@ HALF = torch.bfloat16
 
 
 def odd() -> nn.Module:
-    """Sizes of which no multiple is that of a register."""
+    """Build a model with sizes that are not multiples of a register's."""
     return nn.Sequential(nn.Linear(3, 19), nn.LayerNorm(19), nn.ReLU(), nn.Linear(19, 11))
 
 

@@ -1,4 +1,4 @@
-"""Shared memory: which processes find each other, what they see, and that nothing is left behind."""
+"""Shared memory: the processes that find each other, the values that they read, and the release of memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unisono.testing import run_ranks
 
 
 def held() -> int:
-    """Return how many shared memories this process has open or mapped."""
+    """Return the number of shared memories that this process has open or mapped."""
     mapped = Path("/proc/self/maps").read_text(encoding="utf-8").count(f"memfd:{LABEL}")
     links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
     return mapped + sum(LABEL in link for link in links)
@@ -52,11 +52,11 @@ def test_one_process_reads_what_another_writes_and_nothing_is_left() -> None:
     for rank, (found, most, left, _, neighbours) in enumerate(ranks):
         assert found == [0 if r == rank else 10 + r for r in range(3)]
         assert neighbours == {r: pids[r] for r in range(3) if r != rank}
-        assert (most, left) == (5, 0)  # three mapped, and our own open twice: for its neighbours, and for torch
+        assert (most, left) == (5, 0)  # three mapped, and our own open twice: for its neighbors, and for torch
 
 
 def some_may_not(world: World) -> Any:
-    """Rank 1 has no memfd_create; the others share memory among themselves, and the sum is the same."""
+    """Remove memfd_create on rank 1; the others share memory among themselves, and the sum is the same."""
     if world.rank == 1:
         os.memfd_create = refuse  # type: ignore[assignment]
     with join(world) as group:
@@ -87,12 +87,12 @@ def test_processes_without_shared_memory_send_messages_and_a_closed_exchange_fre
     assert [neighbours for neighbours, *_ in ranks] == [[2], [], [0]]
     tenth = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float32)
     assert [sums for _, sums, _ in ranks] == [[((tenth[0] + (tenth[1] + tenth[2])) / 3.0).item()]] * 3
-    # ours, mapped and open twice, and the neighbour's: all given back when the exchange is closed, without a collector
+    # ours, mapped and open twice, and the neighbor's: all released when the exchange is closed, without a collector
     assert [held for *_, held in ranks] == [(4, 0), (0, 0), (4, 0)]
 
 
 def one_leaves(world: World) -> str:
-    """The second process is gone before the first one looks. (Its group cannot be left in order any more.)"""
+    """End the second process before the first one opens its memory. (Its group cannot be left in order after that.)"""
     group = join(world).__enter__()
     mine = SharedMemory(8)
     _, name = (SharedName(*name) for name in group.all_gather_object(mine.name))
@@ -141,7 +141,7 @@ def test_a_fork_does_not_write_to_shared_memory() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 2 * 3 * 4096 % 251
     assert memory.bytes.unique().tolist() == [1]
-    memory.bytes[0] = 5  # and is still what neighbours see
+    memory.bytes[0] = 5  # and neighbors still read this
     assert map_shared_memory(os.getpid(), memory.name, 1).item() == 5
 
 
@@ -153,7 +153,7 @@ def test_torch_can_send_a_shared_tensor_to_another_process() -> None:
 
 
 def strangers(world: World) -> Any:
-    """Process ids and descriptors of another container lead to other files, or to other memory."""
+    """Give this process ids and descriptors of another container, which lead to other files, or to other memory."""
     with join(world) as group, tempfile.TemporaryFile() as file:
         descriptors = [file.fileno(), os.memfd_create("another"), os.memfd_create(LABEL), 10**6]
         told = iter([(os.getpid(), descriptors[group.rank], "a secret")])

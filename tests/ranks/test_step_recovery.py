@@ -30,7 +30,7 @@ def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[s
         if world.number in deaths:
             die_at(*deaths[world.number])
         run = build_run(config, world, group, folder, verified=True)
-        out = loop(run, kind, 101, {}, None, config.parallel.shard == 1)  # noise on shards is each process's own
+        out = loop(run, kind, 101, {}, None, config.parallel.shard == 1)  # noise on shards differs between processes
         finish_run(run)
         close_run(run)
         result = run_result(run)
@@ -147,7 +147,7 @@ def test_a_save_continues_if_its_writer_lives(tmp_path: Path) -> None:
 
 
 def large(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> Any:
-    """Train a state that takes a while to write; processes die when a given number of saves have begun."""
+    """Train a state that takes a while to write; kill processes when a given number of saves have begun."""
     with join(world) as group:
         left = deaths.get(world.number or 0, 0) if group.size > 1 else 0
 
@@ -236,8 +236,11 @@ def test_a_soak_of_thirty_kills_ends_with_the_bits_of_an_undisturbed_run(tmp_pat
 
 
 def next_victims(processes: ElasticProcesses, chance: random.Random, doomed: set[int]) -> set[int]:
-    """Who is killed now: one, sometimes two at once, sometimes the main process. Somebody who has the state of the run,
-    and is not to die by itself, lives on: with the last one that has it, it is lost."""
+    """Return the processes to kill now: one, sometimes two at once, sometimes the main process.
+
+    One process that has the state of the run, and will not die by itself, stays alive. With the last such process the
+    state would be lost.
+    """
     begun = {event["number"] for event in processes.events if "begun" in event}
     members = [number for number in processes.roster if number in processes.alive]
     safe = [number for number in members if number in begun and number not in doomed]
@@ -306,7 +309,7 @@ def two_passes(world: World, config: Settings, folder: Path, deaths: dict[int, t
 
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_death_in_an_evaluation_between_two_passes(tmp_path: Path, times: int) -> None:
-    """In the second pass survivors compute virtual ranks that were not theirs in the first."""
+    """In the second pass survivors compute other virtual ranks than in the first."""
     expected = run_ranks(evaluates_between, 1, settings(steps=5), tmp_path / "alone", {})[0]
     with ElasticProcesses(evaluates_between, 3, settings(steps=5), tmp_path, {1: ("evaluate", times)}) as processes:
         processes.killed = {1}

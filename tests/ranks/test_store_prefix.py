@@ -19,7 +19,7 @@ LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.3)
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    """The store of an agent, which outlives the processes."""
+    """Return the store of an agent, which outlives the processes."""
     return dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
 
 
@@ -31,7 +31,7 @@ def here(world: World, port: int) -> list[int]:
 
 
 def part_of_them(world: World, port: int, there: list[int]) -> str:
-    """Only some processes come, as when others die in their start."""
+    """Start only some of the processes, as when others die at their start."""
     agent = dist.TCPStore(socket.gethostname(), port, is_master=False)
     if world.rank not in there:
         return ""
@@ -49,13 +49,13 @@ def test_a_restart_counts_its_own_processes_only(store: dist.TCPStore) -> None:
 
 
 def test_a_process_answered_by_an_earlier_rank_0_is_answered_again(store: dist.TCPStore) -> None:
-    """Rank 0 of an earlier round lives on for a moment, on another host."""
+    """Rank 0 of an earlier round still runs for a moment, on another host."""
     assert run_ranks(answered_twice, 2, store.port) == [1, 1]
 
 
 def answered_twice(world: World, port: int) -> int:
     agent = dist.TCPStore(socket.gethostname(), port, is_master=False)
-    if world.rank == 0:  # first the old one, which answers and then dies; of three processes
+    if world.rank == 0:  # first the old rank 0, which answers and then dies; of three processes
         with pytest.raises(WorldError):
             enter_round(agent, 0, 3, SHORT)
     own = enter_round(agent, world.rank, 2, LONG)

@@ -22,7 +22,7 @@ from unisono.environment import World
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
-COUNTS = (11, 0, 3, 17, 6)  # a prime number in all: short tails, and virtual ranks with nothing
+COUNTS = (11, 0, 3, 17, 6)  # a prime number in total: short tails, and empty virtual ranks
 LENGTH, BATCH = sum(COUNTS), 8
 STEPS = 2 * -(-LENGTH // BATCH) + 1  # two epochs, and the beginning of a third
 STOP = 7  # in the middle of the second
@@ -103,14 +103,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Any]:
-    """Return what one process records that is never stopped."""
+    """Return the record of one process that is never stopped."""
     (alone,) = run_ranks(train, 1, str(data), str(tmp_path_factory.mktemp("whole")))
     return {form: {**alone[form], "seen": seen_by([alone], form)} for form in FORMS}
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[[int], tuple[Path, list[dict[str, Any]]]]:
-    """Return where a run on `size` processes was stopped, and what each process recorded."""
+    """Return the folder of a run that was stopped on `size` processes, and the record of each process."""
     known: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
     def stopped(size: int) -> tuple[Path, list[dict[str, Any]]]:

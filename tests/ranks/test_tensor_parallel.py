@@ -25,7 +25,7 @@ from unisono.testing import run_ranks
 from unisono.train.run import Run
 
 CONFIG = Settings(steps=4, batch=12, virtual_ranks=4, clip=1.0)
-"""Over 60 sequences: whole batches. The norm is clipped, so it counts."""
+"""Over 60 sequences: whole batches. The norm is clipped, so it affects the result."""
 
 
 def trained(
@@ -87,7 +87,7 @@ def test_divided_parameters_keep_attributes_and_requires_grad(tmp_path: Path, ax
 
 
 class CountsAllHeads(GPT):
-    """Count all heads where this process has a part of them, in torch's attention or by hand."""
+    """Count all heads although this process has a part of them, in torch's attention or by hand."""
 
     def __init__(self, own_plan: bool, width: int = -1) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Row(nn.Module):
 
 
 class BehindEmbedding(nn.Module):
-    """Rows behind an embedding, whose sum is still pending when the first row is called."""
+    """Rows after an embedding, whose sum is still pending when the first row is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def gradient_of_an_embedding(world: World) -> list[float]:
         parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True))
         for row in model.rows:
             code: Any = row.forward
-            code._code = torch.compile(code.forward, backend="aot_eager")  # nothing that takes a compiler's time
+            code._code = torch.compile(code.forward, backend="aot_eager")  # no compiler takes time
         model(torch.arange(8)).square().sum().backward()
         found = model.embed.weight.grad
         assert found is not None

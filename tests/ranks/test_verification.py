@@ -1,7 +1,7 @@
 """Verification: violations of the promise are named in the first steps, and correct runs pass.
 
-What is mended elsewhere (alignment, optimizers on shards, attributes, compilers, sparse sums, unlike models) is
-switched off here, one at a time: the verification alone must then find it, with its cause.
+The protections against some violations (alignment, optimizers on shards, attributes, compilers, sparse sums, unlike
+models) are switched off here, one at a time. The verification alone must then find the violation, with its cause.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ STEPS = 6
 
 
 class Kills(Numbers):
-    """Numbers with noise; the fetch of number `at` kills its worker, the first `times` that it is in one."""
+    """Numbers with noise. The first `times` fetches of number `at` in a worker kill the worker."""
 
     def __init__(self, folder: Path, at: int | None = None, times: int = 1, length: int = 20) -> None:
         super().__init__(length)
@@ -48,7 +48,7 @@ class Kills(Numbers):
 
 
 def kill_children(count: int | None = None) -> None:
-    """Kill so many of this process's workers, or all, and wait until they are dead."""
+    """Kill this many of this process's workers, or all, and wait until they are dead."""
     children = multiprocessing.active_children()
     assert len(children) == 2, "the training's own, and none that an evaluation has left behind"
     for child in children[:count]:
@@ -107,7 +107,7 @@ CASES = [(how, 1, 4) for how in WAYS] + [(how, 2, 4) for how in ("middle", "eval
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """What a run without workers comes to, by its number of virtual ranks."""
+    """Return the result of a run without workers, by its number of virtual ranks."""
     found = {}
     for virtual_ranks in (1, 4):
         folder = str(tmp_path_factory.mktemp("plain"))
@@ -129,7 +129,10 @@ def test_killed_workers_are_restarted(
 
 
 def dealt(world: World, death: bool) -> list[Any]:
-    """The places of a loader whose placement changes after step 2, with all its workers killed before and after."""
+    """Return the places of a loader whose placement changes after step 2.
+
+    All its workers are killed before and after that, if `death`.
+    """
     order, schedule = BatchOrder(length=40, batch=8, virtual_ranks=4, seed=3), Schedule(((0, 2), (2, 4)))
     options: dict[str, Any] = {"slot": Slot(0), "first": 0, "last": 10, "device": torch.device("cpu"), "workers": 2}
     loader = Loader(Numbers(40), order, schedule, **options)
@@ -143,7 +146,7 @@ def dealt(world: World, death: bool) -> list[Any]:
             found.append(loader.horizon)
             schedule.change(loader.horizon, ((0, 3), (3, 4)))
         if place.step == 7 and place.virtual_rank == 0:
-            loader.skip(2, batches)  # others have computed them
+            loader.skip(2, batches)  # other processes have computed them
     assert deaths.restarts == (2 if death else 0)
     return found
 

@@ -58,7 +58,7 @@ class Sentences(torch.utils.data.Dataset):
 
 
 class Sometimes(Points):
-    """Draws noise for some samples only, from several generators."""
+    """Points that draw noise for some samples only, from several generators."""
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         draw = {0: random.random, 1: lambda: random.gauss(0, 1), 2: np.random.randn, 3: lambda: float(torch.randn(()))}
@@ -66,7 +66,7 @@ class Sometimes(Points):
 
 
 class Weighted(torch.utils.data.Dataset):
-    """Drawn by weights, with replacement, as docs/guide/data.md shows it."""
+    """A data set drawn by weights, with replacement, as in docs/guide/data.md."""
 
     def __init__(self, length: int) -> None:
         self.data, self.ends = Points(length), torch.arange(1, length + 1, dtype=torch.float64).cumsum(0)

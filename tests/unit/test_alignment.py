@@ -167,7 +167,7 @@ def test_only_containers_with_unaligned_tensors_are_copied(build: Any) -> None:
     (found,) = tensors(made)
     assert address(found) == 0
     assert found.equal(x)
-    assert tensors(batch)[0] is x  # a data set may own it
+    assert tensors(batch)[0] is x  # the data set may use it
     assert type(made) is type(batch) or isinstance(batch, MappingProxyType)
     fit = build(torch.ones(3))
     assert align(fit) is fit

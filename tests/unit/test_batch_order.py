@@ -52,7 +52,7 @@ def test_a_span_of_parts_gets_an_even_share(count: int, hands: int, neighbours: 
 @example(BatchOrder(length=1, batch=1, virtual_ranks=128), 0)
 @example(
     BatchOrder(length=129, batch=128, virtual_ranks=128, micro_batch=1), 0
-)  # a tail of one: 127 virtual ranks get nothing
+)  # a tail of one sample: 127 virtual ranks are empty
 @example(BatchOrder(length=509, batch=127, virtual_ranks=61, micro_batch=2), 2)
 def test_every_sample_exactly_once_an_epoch(order: BatchOrder, epoch: int) -> None:
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
@@ -83,7 +83,7 @@ def test_the_micro_batches_of_a_step_make_up_its_batch(order: BatchOrder, data: 
             pieces = [len(piece) for piece in share]
             assert even(pieces)
             least = 1 if order.micro_batch is None else ceil(sum(pieces) / order.micro_batch)
-            assert len(pieces) == least  # no more micro-batches than the limit asks for
+            assert len(pieces) == least  # no more micro-batches than the limit requires
         assert [b - a for a, b in order.micro_bounds(step, v)] == [len(piece) for piece in share]
 
 

@@ -59,7 +59,7 @@ def names_of(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-# -- what goes in comes out
+# -- a saved state is loaded
 
 
 THINGS: dict[str, Any] = {
@@ -169,7 +169,7 @@ def test_metadata_is_restored(tmp_path: Path) -> None:
     assert checkpoint.about == {"steps": 7, "models": ["m"], "identity": identity, "changes": []} == metadata_of(path)
 
 
-# -- which there are
+# -- the list of checkpoints
 
 
 def test_the_newest_are_kept_and_drafts_are_removed(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_an_error_if_all_are_damaged(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_does_not_replace_intact_ones(tmp_path: Path) -> None:
-    """The run resumed from step 10, because 30 was damaged. What it saves then has a smaller number, and counts."""
+    """A run resumes from step 10, because 30 is damaged. Its next checkpoint has a number below 30, and counts."""
     save_thing(tmp_path, torch.ones(9), 10)
     flip(save_thing(tmp_path, torch.ones(9), 30))
     save_thing(tmp_path, torch.ones(9), 20, keep=1)

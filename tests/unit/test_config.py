@@ -39,7 +39,7 @@ class Settings(unisono.Settings):
     shape: tuple[int, int] = (2, 3)
     tags: list[str] = field(default_factory=list)
     colour: Colour = Colour.red
-    note: str = field(default="", metadata={"mathematics": False, "help": "for people"})
+    note: str = field(default="", metadata={"changes_bits": False, "help": "for people"})
 
 
 def problems_of(*args: Any, **kwargs: Any) -> list[Problem]:
@@ -276,7 +276,7 @@ def test_eight_virtual_ranks_by_default_but_not_more_than_the_batch() -> None:
     ]
 
 
-def test_mathematics_contains_the_settings_that_affect_the_result() -> None:
+def test_changes_bits_contains_the_settings_that_affect_the_result() -> None:
     values = result_settings(load(Settings, sets=["data=/x", "steps=3"]).settings)
     assert not {"steps", "epochs", "checkpoint.every", "loader.workers", "note"} & set(values)
     assert values["data"] == "/x"

@@ -46,7 +46,7 @@ def test_each_change_that_is_proposed_ends_the_conflict(row: Conflict) -> None:
 
 
 def _value(name: str, text: str) -> Any:
-    """Return what was typed, as the settings have it."""
+    """Return a typed text as the value of a setting."""
     words = {"none": None if DEFAULTS[name] is None else "none", "true": True, "false": False}
     return words[text] if text in words else (float(text) if text.strip("-.").replace(".", "").isdigit() else text)
 

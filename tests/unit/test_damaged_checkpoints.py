@@ -115,7 +115,7 @@ def test_two_hundred_damaged_checkpoints(tmp_path: Path) -> None:
         notes: list[str] = []
         found = newest(run, notes.append)
         assert found is not None
-        if found == folder:  # nothing that means anything: a space behind the manifest's JSON, say
+        if found == folder:  # the change has no effect: a space behind the manifest's JSON, for example
             assert fingerprint_of(load(found).states) == right[20], (case, path.name)
             changed = {name for name, content in before.items() if (folder / name).read_bytes() != content}
             assert changed <= {manifest.MANIFEST}, (case, changed)

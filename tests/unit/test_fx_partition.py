@@ -1,4 +1,4 @@
-"""Traced partitions: the pieces of a model, run one after the other, are the model."""
+"""Traced partitions: the pieces of a model, run one after the other, have the result of the model."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def idx(*shape: int, first: int = 0) -> bytes:
 
 @pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
-    """Make a folder with four idx files, two of them compressed."""
+    """Create a folder with four idx files, two of them compressed."""
     folder = tmp_path / "idx"
     folder.mkdir()
     for i, (name, shape) in enumerate(SHAPES.items()):
@@ -228,7 +228,7 @@ def test_installed_fashion_mnist() -> None:
 
 
 def save_image(path: Path, mode: str, size: tuple[int, int], color: int | tuple[int, int, int] = 0) -> None:
-    """Save an image of one color. Pillow is imported by name, because mypy fails where it is not installed."""
+    """Save an image of one color. Pillow is imported by name, because mypy fails if it is not installed."""
     importlib.import_module("PIL.Image").new(mode, size, color).save(path)
 
 

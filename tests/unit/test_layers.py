@@ -1,4 +1,4 @@
-"""Layers of a model, and which parameters belong to each."""
+"""Layers of a model, and the parameters that belong to each."""
 
 from __future__ import annotations
 

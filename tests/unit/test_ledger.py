@@ -10,7 +10,7 @@ from unisono.param_server.ledger import LEAST_SECONDS, Ledger
 
 
 def play(steps: int, workers: int, bound: int | None, seed: int, deaths: float) -> tuple[list[int], Ledger]:
-    """Simulate a run with random events; return the numbers of the steps that were used, and the ledger."""
+    """Simulate a run with random events; return the numbers of the used steps, and the ledger."""
     dice, ledger, used = random.Random(seed), Ledger(0, steps, bound), []
     alive, now = set(range(workers)), 0.0
     computing: dict[int, int] = {}

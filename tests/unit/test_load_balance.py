@@ -1,4 +1,4 @@
-"""When load balancing moves virtual ranks, and when it does not."""
+"""Cases in which load balancing moves virtual ranks, and cases in which it does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_slow_process_gets_fewer_virtual_ranks() -> None:
 @pytest.mark.parametrize("virtual_ranks", [4, 8, 16, 32])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_noise_moves_nothing(virtual_ranks: int, size: int) -> None:
-    """Processes of equal speed, of which a random one is slow now and then."""
+    """Processes of equal speed, of which a random one is sometimes slow."""
     dealer, chance = (
         LoadBalancer(virtual_ranks, assign_evenly(virtual_ranks, size)),
         random.Random(virtual_ranks * size),
@@ -64,7 +64,7 @@ def test_alternating_speeds_change_the_assignment_less_and_less_often() -> None:
 
 
 def test_all_processes_decide_alike() -> None:
-    """The same times lead to the same decision."""
+    """Equal times lead to equal decisions."""
     chance = random.Random(5)
     measured = [[chance.uniform(1, 4), chance.uniform(1, 2), chance.uniform(0.5, 1)] for _ in range(300)]
     dealers = [LoadBalancer(12, assign_evenly(12, 3)) for _ in range(3)]

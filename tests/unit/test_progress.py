@@ -1,4 +1,4 @@
-"""The progress line: what a terminal shows, what a log contains, and the time left of the whole run."""
+"""The progress line: its content on a terminal and in a log, and the remaining time of the whole run."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_time_after_the_last_step_does_not_count_in_the_speed(clock: FakeClock, 
     clock.at += 1000  # an evaluation, at the end
     progress.close()
     last = screen(stream.getvalue())[-2]
-    assert last == "step 3/3  loss 2.0000  32 samples/s  data wait 0%  0 B"  # and nothing is left
+    assert last == "step 3/3  loss 2.0000  32 samples/s  data wait 0%  0 B"  # and no remaining time
 
 
 def test_a_run_without_a_step_shows_nothing(clock: FakeClock) -> None:
@@ -156,7 +156,7 @@ def test_an_older_logged_value_is_shown_with_its_step(clock: FakeClock) -> None:
 
 
 def test_a_line_that_is_drawn_again_is_unchanged(terminal: Terminal, clock: FakeClock) -> None:
-    """At the end of a run, the script prints after its last step; the line makes way and is drawn again."""
+    """At the end of a run, the script prints after its last step. The line is removed and drawn again."""
     progress = live(clock, terminal.stream, total=3)
     for step in (1, 2, 3):
         clock.at += 1

@@ -1,4 +1,4 @@
-"""Texts of the progress line, and which fields are left out where there is no room."""
+"""Texts of the progress line, and the fields that are left out if there is no space."""
 
 from __future__ import annotations
 

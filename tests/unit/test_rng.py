@@ -1,4 +1,4 @@
-"""States of the global generators are compared, and a fetch leaves the loop's stream of random numbers alone."""
+"""States of the global generators are compared, and a fetch does not change the loop's random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages that run the whole forward: together they are the model, and other orders of calls are refused."""
+"""Stages that run the whole forward have the result of the model, and other orders of calls are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitions into stages: the most expensive stage is as cheap as possible; all other partitions are tried."""
+"""Partitions into stages: the most expensive stage is as cheap as possible; the test tries all other partitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When work stealing is switched on and off."""
+"""Cases in which work stealing is switched on and off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a pass on an asynchronous device; the test sets the clocks of process and device."""
+"""The time of a pass on an asynchronous device. The test sets the clocks of process and device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_pass_without_micro_batches_takes_no_time(kind: str) -> None:
 def test_the_cpu_ends_with_its_process() -> None:
     pace = StepTimer(torch.device("cpu"))
     passes(pace, 3, orders=1.0, work=0.0)
-    Clock.process += 5.0  # what comes after it
+    Clock.process += 5.0  # the time after the pass
     assert pace.seconds() == 3.0
     assert Event.waited_for == []
 

@@ -300,7 +300,7 @@ def test_an_uncompressed_tar_is_not_scanned_twice(tmp_path: Path, monkeypatch: p
 
 
 def test_the_pages_own_shards(tmp_path: Path) -> None:
-    """docs/guide/streams.md shows how shards of one's own are made."""
+    """docs/guide/streams.md shows how to write shards."""
     page = (ROOT / "docs" / "guide" / "streams.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(import sqlite3.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""TCP links: messages arrive unchanged, a closed link is noticed, and a wrong key is refused."""
+"""TCP links: messages arrive unchanged, a closed link is detected, and a wrong key is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree exchange on one process, with sums that are exact: a missing leaf shows."""
+"""The tree exchange on one process, with sums that are exact, so that a missing leaf shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.plan.batch_order import cut_batch
 @pytest.mark.parametrize("announced", [True, False], ids=["the last micro-batch is announced", "it is not announced"])
 @pytest.mark.parametrize("virtual_ranks", range(2, 18))
 def test_no_gradient_is_lost_where_virtual_ranks_are_empty(virtual_ranks: int, announced: bool) -> None:
-    """Short steps: an empty virtual rank may complete a subtree, so that two sums meet."""
+    """In short steps an empty virtual rank may complete a subtree, so that two sums are added at once."""
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     tree = TreeExchange([p], virtual_ranks, ProcessGroup())
     for samples in [virtual_ranks, *range(1, virtual_ranks), 2 * virtual_ranks + 1]:

@@ -21,7 +21,7 @@ class Notice:
 
 
 class Work:
-    """A gloo work that the test completes, since a test cannot make gloo drop a message."""
+    """A gloo work that the test completes, because a test cannot make gloo drop a message."""
 
     def __init__(self, error: str = "") -> None:
         self.done, self.error = threading.Event(), error

@@ -22,7 +22,7 @@ class SettingEntry(NamedTuple):
         hint: its type annotation.
         default: its default value, or its value in an instance; MISSING if the script gives none.
         source: "default" if the default is the library's, "script" if it is the script's.
-        mathematics: whether results depend on it.
+        changes_bits: whether results depend on it.
         help: one line that describes it; "" for a script's setting without one.
         limits: the allowed values of a numeric setting of the library.
     """
@@ -31,7 +31,7 @@ class SettingEntry(NamedTuple):
     hint: Any
     default: Any
     source: str
-    mathematics: bool
+    changes_bits: bool
     help: str
     limits: Range | None = None
 
@@ -53,7 +53,7 @@ def entries_of(cls: type, instance: Any = MISSING, prefix: str = "", source: str
         if known is not None and not within(hint, known[0]):
             hint = known[0]  # `precision: str` in a script still takes only what precision takes
         info = known[1] if known is not None else _script_info(f)
-        yield SettingEntry(name, hint, default, origin, info.mathematics, info.help, info.limits)
+        yield SettingEntry(name, hint, default, origin, info.changes_bits, info.help, info.limits)
 
 
 @cache
@@ -72,8 +72,8 @@ def library_settings() -> dict[str, tuple[Any, SettingInfo]]:
 
 
 def _script_info(f: Field[Any]) -> SettingInfo:
-    """Return the description of a script's own field: field(..., metadata={"help": "...", "mathematics": False})."""
-    return f.metadata.get(INFO) or SettingInfo(f.metadata.get("help", ""), f.metadata.get("mathematics", True))
+    """Return the description of a script's own field: field(..., metadata={"help": "...", "changes_bits": False})."""
+    return f.metadata.get(INFO) or SettingInfo(f.metadata.get("help", ""), f.metadata.get("changes_bits", True))
 
 
 def fields_of(cls: type, instance: Any = MISSING) -> Iterator[tuple[Field[Any], Any, Any]]:
@@ -114,9 +114,9 @@ def flatten(settings: Any) -> dict[str, Any]:
 def result_settings(settings: Any) -> dict[str, Any]:
     """Return the values that results depend on, as JSON can hold them: a path as text, an Enum member as its name.
 
-    Every setting that a script adds is among them, unless its field says metadata={"mathematics": False}.
+    Every setting that a script adds is among them, unless its field says metadata={"changes_bits": False}.
     """
-    return {e.name: plain(e.default) for e in entries_of(type(settings), settings) if e.mathematics}
+    return {e.name: plain(e.default) for e in entries_of(type(settings), settings) if e.changes_bits}
 
 
 def example_of(entry: SettingEntry) -> str:

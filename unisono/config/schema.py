@@ -61,18 +61,18 @@ class SettingInfo(NamedTuple):
 
     Args:
         help: one line for `--help` and for the settings reference.
-        mathematics: whether results depend on the setting, so that a resume refuses another value.
+        changes_bits: whether results depend on the setting, so that a resume refuses another value.
         limits: the allowed values of a numeric setting. None is always allowed where the type allows it.
     """
 
     help: str
-    mathematics: bool
+    changes_bits: bool
     limits: Range | None = None
 
 
-def setting(default: T, help: str, limits: Range | None = None, *, mathematics: bool = False) -> T:  # noqa: A002
+def setting(default: T, help: str, limits: Range | None = None, *, changes_bits: bool = False) -> T:  # noqa: A002
     """Declare a field of a settings class that no result depends on."""
-    metadata = {INFO: SettingInfo(help, mathematics, limits)}
+    metadata = {INFO: SettingInfo(help, changes_bits, limits)}
     if isinstance(default, list):
         items: Any = field(default_factory=lambda: type(default)(default), metadata=metadata)
         return items
@@ -82,7 +82,7 @@ def setting(default: T, help: str, limits: Range | None = None, *, mathematics: 
 
 def result_setting(default: T, help: str, limits: Range | None = None) -> T:  # noqa: A002
     """Declare a field of a settings class that results depend on."""
-    return setting(default, help, limits, mathematics=True)
+    return setting(default, help, limits, changes_bits=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
     total = run.collectives.all_reduce({"loss": loss, "hits": hits})
     rows = run.collectives.all_gather(features)  # [features of rank 0, features of rank 1, ...]
 
-ProcessGroup (process_group.py) moves one contiguous tensor of a dtype that the back end knows, in place, and does not
-wait. The functions here take trees (pytree.py) of any dtype, return new ones, and wait for the result.
+ProcessGroup (process_group.py) sends one contiguous tensor of a dtype that the back end supports, in place, and does
+not wait. The functions here take trees (pytree.py) of any dtype, return new ones, and wait for the result.
 
-The arguments of all processes are compared before any data travels, by one small all-reduce of a checksum of the
-function's name, the forms of the trees and the other arguments. (Skipping that for arguments seen before would skip it
-where only one process has seen them.) A difference raises LoopError on all processes, where a back end would hang or
-mix up bytes.
+The arguments of all processes are compared before any data is sent, by one small all-reduce of a checksum of the
+function's name, the forms of the trees and the other arguments. (The check is not skipped for arguments that were seen
+before, because another process may not have seen them.) A difference raises LoopError on all processes, where a back
+end would hang or mix up bytes.
 
 Sums are added in the order of ranks, each chunk by one process: the same bits on every process, every time. The order
 of addition depends on the number of processes. Sums that do not depend on it are those of `step.add` and the exchange.
@@ -60,18 +60,18 @@ class Collectives:
     """Collective operations. All processes call the same one, with trees of the same form.
 
     Attributes:
-        rank: of this process.
-        size: number of processes.
-        device: where messages find their tensors. Results are on the devices of the arguments.
-        group: the ProcessGroup below, whose operations do not wait.
+        rank: the rank of this process.
+        size: the number of processes.
+        device: the device from which tensors are sent. Results are on the devices of the arguments.
+        group: the underlying ProcessGroup, whose operations do not wait.
     """
 
     def __init__(self, group: ProcessGroup, *, check: Callable[[], None] = lambda: None) -> None:
-        """Make the collectives of a group.
+        """Create the collectives of a group.
 
         Args:
             group: the processes.
-            check: called before every collective; raises on all processes if one of them is not in a collective.
+            check: called before every collective. It raises on all processes if one of them is not in a collective.
         """
         self.group, self._check = group, check
         self.rank, self.size, self.device = group.rank, group.size, group.device
@@ -86,7 +86,7 @@ class Collectives:
             )
 
     def ring_all_reduce(self, tree: Tree) -> Tree:
-        """Return the sum, computed along a ring: each process talks to two others only (see ring_allreduce.py)."""
+        """Return the sum, computed along a ring: each process has two neighbors (see ring_allreduce.py)."""
         with self._checked("ring_all_reduce", self._valid_op("sum", tree), form_of(tree)):
             return map_rows(tree, self.device, lambda row: ring_all_reduce_(self.group, row))
 
@@ -135,7 +135,7 @@ class Collectives:
             return from_rows(mine, reduced)
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         with self._checked("barrier"):
             return
 
@@ -158,7 +158,7 @@ class Collectives:
     def broadcast(self, tree: Tree = None, source: int = 0) -> Tree:
         """Return the tree of process `source` on all processes. The others pass no tree.
 
-        The form travels as well. A named tuple arrives as a tuple.
+        The form is sent as well. A named tuple arrives as a tuple.
         """
         with self._checked("broadcast", self._valid_rank(source)):
             is_source = self.rank == source
@@ -184,7 +184,7 @@ class Collectives:
     def broadcast_object(self, value: Any = None, source: int = 0) -> Any:
         """Return the value of process `source` on all processes.
 
-        Values travel as JSON, never as pickles, so that received data cannot run code. A tuple arrives as a list, and
+        Values are sent as JSON, never as pickles, so that received data cannot run code. A tuple arrives as a list, and
         the keys of a dict as strings.
         """
         value = value if self.rank == source else None
@@ -203,12 +203,12 @@ class Collectives:
         invalid = []
         try:
             json.dumps(value)
-        except (TypeError, ValueError) as error:  # raised on all processes below, since the others would wait
+        except (TypeError, ValueError) as error:  # raised on all processes below, because the others would wait
             invalid = [invalid_form(f"The value is not a JSON value: {error}.", "str(value), or a tensor")]
         with self._checked(name, *arguments, *invalid):
             return self.group.all_gather_object(value)
 
-    # -- checks before data travels
+    # -- checks before data is sent
 
     @contextmanager
     def _checked(self, name: str, *arguments: Any) -> Iterator[None]:
@@ -227,7 +227,7 @@ class Collectives:
             yield
 
     def _broadcast_form(self, name: str, form: Any, source: int) -> Any:
-        """Return the form of process `source` on all processes. Raises LoopError on all of them if it is invalid."""
+        """Return the form of process `source` on all processes. Raise LoopError on all of them if it is invalid."""
         received = self.group.all_gather_object(form)[source]
         _raise_if_invalid(name, received)
         return received

@@ -3,8 +3,8 @@
     torch.distributed.init_process_group("gloo", init_method="tcp://10.0.0.1:29500", rank=rank, world_size=4)
     unisono.main(main, Settings)
 
-Rank and size are the group's. The run uses its store for the rendezvous and its back end for messages. The group stays
-when the run is over: the script destroys it.
+Rank and size are the group's. The run uses its store for the rendezvous and its back end for messages. The group
+remains when the run is over: the script destroys it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REMOVE = "remove init_process_group and destroy_process_group: unisono.main does
 
 
 _runs = 0
-"""How many runs have used the script's group, this one included."""
+"""Number of runs that have used the script's group, including this one."""
 
 
 def existing_group_exists() -> bool:
@@ -80,8 +80,8 @@ def use_group(device: torch.device, backend: str) -> None:
     """Prepare the script's group for the run's messages.
 
     Args:
-        device: from which tensors are sent.
-        backend: which the run needs for that device.
+        device: the device from which tensors are sent.
+        backend: the back end that the run needs for that device.
 
     Raises:
         WorldError: the group has another back end for the device.
@@ -101,7 +101,7 @@ def use_group(device: torch.device, backend: str) -> None:
 
 
 def _destroy_group() -> None:
-    """Destroy the group if the script has not: a process that exits while gloo's threads run aborts now and then."""
+    """Destroy the group if the script has not: a process that exits while gloo's threads run sometimes aborts."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,11 +1,11 @@
-"""A group of which only this process exists: one process tries what several will do.
+"""A group of which only this process exists: one process tries a computation of several.
 
     process 0 ── this one        sums are its own, times the size
     process 1 ┐
        ...    ├─ do not exist    gathered values are its own, once for each
     process 3 ┘
 
-No data travels: torch's back end for dry runs ("fake") returns from every collective at once and changes nothing. The
+No data is sent: torch's back end for dry runs ("fake") returns from every collective at once and changes nothing. The
 numbers computed in such a group are meaningless. The errors raised in it are those that a real run would raise.
 
 It has two uses: in a dry run, before other processes exist (train/diagnostics/dry_run.py); and in a process that joins
@@ -88,7 +88,7 @@ def dry_run_group(size: int) -> Iterator[ProcessGroup]:
 
 
 def fake_group(rank: int, size: int, monitor: PeerMonitor | None = None) -> tuple[ProcessGroup, object]:
-    """Make a group of `size` processes, of which this one is rank `rank` and the only one that exists.
+    """Create a group of `size` processes, of which this one is rank `rank` and the only one that exists.
 
     Returns:
         The group, and an object that must live as long as the group.

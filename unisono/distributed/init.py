@@ -43,7 +43,7 @@ def choose_device(world: World, index: int | None) -> torch.device:
     """Return the accelerator with this index; the CPU if there is no accelerator or `index` is None.
 
     Raises:
-        WorldError: this host has accelerators, but not so many.
+        WorldError: this host has accelerators, but none with this index.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or index is None:
@@ -102,8 +102,8 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
     """Join the group of all processes of the run, and leave it together with them.
 
     Leaving waits for all processes and then destroys the group: a process that exits while gloo's threads communicate
-    aborts now and then (6 of 24 runs, measured). After an exception no process is waited for, neither here nor at the
-    end of the interpreter.
+    sometimes aborts (6 of 24 runs, measured). After an exception this process waits for no other, neither here nor at
+    the end of the interpreter.
 
     Args:
         world: this process's place in the run.
@@ -124,7 +124,7 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
 
 
 SLOW_START_SECONDS = 20.0
-"""All processes of a run start together. A process that has waited this long for the others warns, and waits on."""
+"""Seconds after which a process that waits for the others prints a warning. All processes of a run start together."""
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def new_line_group(
 
     Args:
         lines: the ranks of each line.
-        rank: of this process.
-        size: number of processes.
+        rank: the rank of this process.
+        size: the number of processes.
         elastic: whether processes may die meanwhile, after which the others try again without them.
     """
     groups: list[dist.ProcessGroup] = []
@@ -247,7 +247,7 @@ def new_line_group(
 
 
 def _store(world: World) -> dist.Store:
-    """Return the store by which the processes find each other."""
+    """Return the store through which the processes find each other."""
     assert world.store is not None
     if world.store.startswith(SCHEME):
         return RendezvousStore(world.store.removeprefix(SCHEME), TIMEOUT)

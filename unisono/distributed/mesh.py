@@ -23,12 +23,12 @@ class Mesh:
     Attributes:
         axes: the size of each axis.
         world: all processes.
-        data: those that see different samples; they hold the same part of a model, or shards of it.
-        replicate: of these, those that hold the same part.
-        shard: of these, those that share its parameters.
-        tensor: those that share every matrix. They see the same samples, as those of the next two axes do.
-        context: those that share every sequence.
-        pipeline: those that hold different stages of the model.
+        data: the processes that compute different samples; they hold the same part of a model, or shards of it.
+        replicate: of these, the processes that hold the same part.
+        shard: of these, the processes that share its parameters.
+        tensor: the processes that share every matrix. They compute the same samples, as those of the next two axes do.
+        context: the processes that share every sequence.
+        pipeline: the processes that hold different stages of the model.
         device_mesh: torch's mesh of the axes with more than one process; None if replicate is the only such axis.
     """
 
@@ -67,7 +67,7 @@ class Mesh:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process reports the results of its samples, of those that see the same (or a slice of them)."""
+        """Whether this process reports the results of its samples, if several compute the same ones (or slices)."""
         return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
@@ -119,7 +119,7 @@ class SiteMesh(NamedTuple):
         site 1      rank 2 --- rank 3          across   the processes with the same rank in every site, by site
 
     Attributes:
-        number: of this process's site.
+        number: the number of this process's site.
         mesh: see above.
         across: see above.
     """

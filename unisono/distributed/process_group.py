@@ -1,15 +1,15 @@
 """The group of processes, and its collectives. With one process each of them is the identity.
 
-Objects travel as JSON in byte tensors, never as pickles, so that received data cannot run code.
+Objects are sent as JSON in byte tensors, never as pickles, so that received data cannot run code.
 
-Where some processes have an accelerator and others do not, all of them use gloo, which knows only the CPU. Tensors are
+If some processes have an accelerator and others do not, all of them use gloo, which supports only the CPU. Tensors are
 then staged there:
 
     process 0   [ gradient ]  cuda:0  --copy-->  [ ] cpu  ==gloo==>  ...  [ sum ] cpu  --copy, in wait-->  cuda:0
     process 1   [ gradient ]  cpu     =========  the same tensor  ==>  ...  [ sum ] cpu
 
-A copy from a device waits until the tensor has been computed there; a copy to it has arrived when it returns. Where all
-processes have the same kind of device, nothing is copied.
+A copy from a device waits until the tensor has been computed there. A copy to a device is complete when it returns. If
+all processes have the same kind of device, nothing is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unisono import phases
 from unisono.errors import PeerLostError
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for a silent peer. A peer that dies is noticed at once: its connections break."""
+"""Time limit of a collective that waits for a silent peer. A dead peer is detected at once: its connections break."""
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """The types of nearly all tensors. A missing attribute of one of these is slow to look up."""
@@ -55,7 +55,7 @@ def from_local_like(part: torch.Tensor, whole: Any) -> torch.Tensor:
     """Return `part` as a DTensor with the mesh and placements of `whole`; `part` itself if `whole` is no DTensor."""
     if not is_dtensor(whole):
         return part
-    from torch.distributed.tensor import DTensor  # takes half a second
+    from torch.distributed.tensor import DTensor  # the import takes 0.5 s
 
     mesh, placements = whole.device_mesh, whole.placements
     tensor: torch.Tensor = DTensor.from_local(
@@ -73,8 +73,8 @@ class Work(Protocol):
 class SendWork(NamedTuple):
     """A gloo message in progress.
 
-    Without a timeout gloo would wait as long as connecting may take: a message keeps the timeout with which its group
-    was made, whatever is set later (torch 2.13).
+    Without a timeout gloo would wait as long as connecting may take. A message keeps the timeout with which its group
+    was created, and a later change of the timeout has no effect (torch 2.13).
     """
 
     work: Any
@@ -116,10 +116,10 @@ class Message(NamedTuple):
 
 
 class PeerMonitor(Protocol):
-    """Notices lost peers (distributed/membership/membership.py), so that waiting for one ends with an error."""
+    """Detects lost peers (distributed/membership/membership.py), so that waiting for one ends with an error."""
 
     failed: bool
-    """Whether a collective of the present group failed because a peer was lost."""
+    """Whether a collective of the current group failed because a peer was lost."""
     tolerant: bool
     """Whether training continues without a lost peer."""
     async_errors: bool
@@ -173,17 +173,17 @@ def wrap_peer_errors(operation: str) -> Iterator[None]:
 
 @dataclass(eq=False)
 class ProcessGroup:
-    """Processes that communicate, as they are now. Elastic membership changes them (distributed/membership/).
+    """Processes that communicate. Elastic membership changes the set of processes (distributed/membership/).
 
     Attributes:
-        rank: of this process in the group, 0 to size - 1.
-        size: number of processes.
-        device: where collectives find their tensors.
+        rank: the rank of this process in the group, 0 to size - 1.
+        size: the number of processes.
+        device: the device of the tensors of collectives.
         mixed: whether processes have different kinds of devices. Messages are then staged on the CPU.
         neighbors: {rank: process id} of the processes that share memory with this one (shared_memory.py).
-        members: the rank in the whole run of each process; empty if the group is the whole run.
+        members: the rank of each process in the whole run; empty if the group is the whole run.
         handle: torch's group; None for that of the whole run.
-        monitor: notices lost peers; None if a lost peer ends the run.
+        monitor: detects lost peers; None if a lost peer ends the run.
     """
 
     rank: int = 0
@@ -208,14 +208,14 @@ class ProcessGroup:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process decides where one decides for all."""
+        """Whether this process makes the decisions that one process makes for all."""
         return self.rank == 0
 
     def attempt(self, body: Callable[[], Any]) -> bool:
         """Run collectives in the middle of a step, where a lost peer cannot be handled yet.
 
         A model's forward pass that gathers shards is an example. The end of the step handles the loss and repeats the
-        work; until then nothing more is attempted.
+        work. Until then this process attempts no more collectives.
 
         Returns:
             Whether `body` ran to its end. If not, a peer is lost and its results are missing.
@@ -233,7 +233,7 @@ class ProcessGroup:
 
     @property
     def on_gloo(self) -> bool:
-        """Whether messages travel by gloo, the only back end with tags."""
+        """Whether messages are sent by gloo, the only back end with tags."""
         return self.comm_device.type == "cpu" and not (self.monitor is not None and self.monitor.async_errors)
 
     @property
@@ -257,10 +257,10 @@ class ProcessGroup:
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message], *, tag: int = 0) -> list[Work]:
         """Start to send and to receive messages. Messages between two processes with one tag arrive in order.
 
-        With gloo this takes half the time of all_to_all and all_gather, which copy what stays on this process.
+        With gloo this takes half the time of all_to_all and all_gather, which also copy the local data.
 
         Returns:
-            A work for each message that is not empty, receives first; fewer where the back end sends a batch as one.
+            A work for each message that is not empty, receives first; fewer if the back end sends a batch as one.
         """
         device, group = self.comm_device, self.handle
         receives = [message for message in receives if message.tensor.numel()]
@@ -319,7 +319,7 @@ class ProcessGroup:
         Returns:
             The received elements, receive_sizes[p] from each process p.
         """
-        if mine.dtype is torch.bool:  # unknown to gloo
+        if mine.dtype is torch.bool:  # gloo does not support it
             return self.all_to_all(mine.view(torch.uint8), send_sizes, receive_sizes).view(torch.bool)
         staged = mine.to(self.comm_device)
         out = staged.new_empty(sum(receive_sizes))
@@ -381,13 +381,13 @@ class ProcessGroup:
         root = self.members[source] if self.members else source
         for tensor in tensors:
             dense = tensor.detach().to(self.comm_device).contiguous()
-            if dense.numel():  # as bytes, since a back end may not know the dtype (gloo: int16, float8)
+            if dense.numel():  # as bytes: a back end may not support the dtype (gloo: int16, float8)
                 flat = dense.reshape(-1).view(torch.uint8)
                 self._wrap(dist.broadcast(flat, src=root, group=self.handle, async_op=True)).wait()
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(dense)
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait until every process has called this."""
         if self.size > 1:
             self.sum_(torch.zeros(1, device=self.comm_device))

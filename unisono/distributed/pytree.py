@@ -3,8 +3,9 @@
 The *form* of a tree is JSON: its structure, and the dtype and shape of each tensor. Ranks compare and send forms.
 
 torch.utils._pytree is not used here, for three reasons. It keeps the insertion order of dicts, and ranks may have
-inserted the same names in different orders; here names are sorted, so that the same tensors meet. It cannot serialize
-the structure of a named tuple whose class is not registered. And it takes a subclass of dict or list for a leaf.
+inserted the same names in different orders; here names are sorted, so that the same tensors are combined. It cannot
+serialize the structure of a named tuple whose class is not registered. And it treats a subclass of dict or list as a
+leaf.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unisono.tensors.spec import TensorSpec, as_bytes, dtype_name
 Tree = Any
 Form = Any
 """{"kind": "float32", "shape": [2, 3]}, {"dict": [[name, form], ...]}, {"list": [form, ...]}, {"tuple": [form, ...]};
-or {"wrong": [fact, remedy]} in place of something that is none of these."""
+or {"wrong": [fact, remedy]} for a value that is none of these."""
 
 
 def leaves(tree: Tree) -> list[torch.Tensor]:
@@ -52,7 +53,7 @@ def form_of(tree: Tree) -> Form:
 
 
 def invalid_form(fact: str, remedy: str) -> Form:
-    """Return the form that stands in place of an invalid value."""
+    """Return the form that replaces an invalid value."""
     return {"wrong": [fact, remedy]}
 
 
@@ -78,7 +79,7 @@ def build(form: Form, found: Iterator[torch.Tensor], like: Tree = None) -> Tree:
     Args:
         form: The form.
         found: The tensors, in the order of `leaves`.
-        like: A tree of the same structure. Its named tuples, and its order of names, are taken over.
+        like: A tree of the same structure. The result gets its named tuples and its order of names.
     """
     if "kind" in form:
         return next(found)
@@ -93,7 +94,7 @@ def build(form: Form, found: Iterator[torch.Tensor], like: Tree = None) -> Tree:
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield where two forms, or lists of them, differ: (path, text of the one, text of the other)."""
+    """Yield the differences of two forms, or lists of them: (path, text of the one, text of the other)."""
     if one == other:
         return
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
@@ -123,7 +124,7 @@ def describe(form: Any) -> str:
     return f"a {kind} of {len(some)}"
 
 
-# -- as bytes, because no back end knows every dtype (gloo: bool, int16, float8)
+# -- as bytes, because no back end supports every dtype (gloo: bool, int16, float8)
 
 
 def pack(tree: Tree, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""All-reduce around a ring: every process talks to two others only, and sends no more bytes than any all-reduce must.
+"""All-reduce around a ring: every process exchanges messages with two others, and sends the least possible bytes.
 
-A tensor is cut into as many chunks as there are processes. In n - 1 rounds each chunk travels around the ring, and
-every process adds its own numbers (reduce-scatter). In n - 1 more the sums travel around (all-gather). Three processes,
-with what each holds of the chunks 0, 1 and 2, and the chunk that each sends to its right:
+A tensor is cut into as many chunks as there are processes. In n - 1 rounds each chunk moves around the ring, and every
+process adds its own numbers (reduce-scatter). In n - 1 more rounds the sums move around (all-gather). Three processes,
+with the content of the chunks 0, 1 and 2, and the chunk that each process sends to its right:
 
     round           rank 0              rank 1              rank 2           rank 0, 1, 2 send
                 a0   a1   a2        b0   b1   b2        c0   c1   c2
@@ -13,11 +13,11 @@ with what each holds of the chunks 0, 1 and 2, and the chunk that each sends to 
 
 So each process sends and receives 2 (n - 1) / n of the tensor's bytes, the least that any all-reduce can (Patarasuk and
 Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). Baidu brought the ring to deep learning in 2017
-(https://github.com/baidu-research/baidu-allreduce). A chunk is cut into pieces that travel separately: while one is
+(https://github.com/baidu-research/baidu-allreduce). A chunk is cut into pieces that are sent separately: while one is
 added, others arrive.
 
 The sum of chunk i begins at process i and follows the ring, so the order of addition depends on the number of
-processes. All processes get the same bits, since each sum is computed once and copied.
+processes. All processes get the same bits, because each sum is computed once and copied.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def ring_all_reduce_(group: ProcessGroup, flat: torch.Tensor, piece_bytes: int =
     buffers = _receive_buffers(chunks[0][0], ahead)  # no piece is longer than the first
     right, left = (rank + 1) % size, (rank - 1) % size
     adding, rounds = size - 1, 2 * (size - 1)
-    works: list[Work | None] = [None] * ahead  # receives; the whole turn where the back end sends a batch as one
-    sent: list[Work] = []  # nothing writes to a sent piece before its sum comes around, and then it has arrived
+    works: list[Work | None] = [None] * ahead  # receives; the whole turn if a batch is sent as one
+    sent: list[Work] = []  # nothing writes to a sent piece before its sum returns, and then the piece has arrived
 
     def receives(turn: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this process's part of the piece that arrives in a turn, and the buffer in which it arrives."""
@@ -150,7 +150,7 @@ class TransferThread:
                 work.error.append(error)
             finally:
                 work.done.set()
-            del flat, next_  # or the memory would be kept until the next tensor
+            del flat, next_  # free the memory now, not at the next tensor
 
 
 _threads: dict[Any, TransferThread] = {}

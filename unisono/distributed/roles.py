@@ -4,10 +4,10 @@
                                      server   server   |   worker   worker   worker
                                      main process
 
-Each parameter is assigned as a whole to the server with the fewest bytes so far, in the order in which parameters are
-first seen. So no server holds more than an even share plus one parameter, and every process computes the same
-assignment without a message. A parameter stays where it is when others are frozen, unfrozen or added, since the state
-of its optimizer is there.
+Each parameter is assigned as a whole to the server with the fewest bytes so far, in the order in which parameters first
+appear. So no server holds more than an even share plus one parameter, and every process computes the same assignment
+without a message. A parameter stays on its server when others are frozen, unfrozen or added, because the state of its
+optimizer is there.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Memory that the processes of one host share, which saves messages.
 
 Linux gives a process anonymous memory (memfd_create, https://man7.org/linux/man-pages/man2/memfd_create.2.html) that
-other processes of the same user open through /proc. It is in no file system, so no file is left behind, and the size of
+other processes of the same user open through /proc. It is in no file system, so no file remains, and the size of
 /dev/shm, which containers keep small, does not matter. A process that has opened the memory keeps it, even if its owner
 dies.
 
-Processes of different hosts, users, containers or operating systems cannot open each other's memory. A group finds that
-out when it is formed (`find_neighbors`), and sends messages instead.
+Processes of different hosts, users, containers or operating systems cannot open each other's memory. A group detects
+this when it is formed (`find_neighbors`), and sends messages instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _serial = itertools.count()
 
 
 class SharedName(NamedTuple):
-    """How neighbors identify a memory of a process. A descriptor may be reused; `number` is unique."""
+    """The name by which neighbors identify a memory of a process. A descriptor may be reused; `number` is unique."""
 
     descriptor: int
     number: int
@@ -69,7 +69,7 @@ class SharedMemory:
         begin, size = self.bytes.data_ptr(), max(len(self.bytes), 1)
         flags = mmap.MAP_PRIVATE | MAP_FIXED
         if _libc().mmap(begin, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self.name.descriptor, 0) != begin:
-            os.abort()  # rather than let it write into its parent's gradient
+            os.abort()  # otherwise it would write into its parent's gradient
 
 
 MAP_FIXED = 0x10

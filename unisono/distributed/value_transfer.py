@@ -37,8 +37,8 @@ def broadcast_tensors(
 
     Args:
         group: Its processes call this together.
-        plain: What rank `source` has encoded; every process already has it.
-        tensors: The tensors that this refers to. Only those of rank `source` are read.
+        plain: The value that rank `source` has encoded; every process already has it.
+        tensors: The tensors of this value. Only those of rank `source` are read.
         source: The rank that has them.
     """
     if group.rank == source:

@@ -1,6 +1,6 @@
 """Average gradients with the library's own all-reduce: one gradient copy, in buckets, while backward still runs.
 
-The mathematics is that of the tree: sums of losses, divided once by the total weight. But the order of additions
+The computation is that of the tree: sums of losses, divided once by the total weight. But the order of additions
 depends on the number of processes and on the library, so runs agree to rounding and not to the bit.
 """
 

@@ -35,7 +35,7 @@ Weights = Callable[[], torch.Tensor]
 """Returns float64 [virtual ranks of the process's span], on the group's device."""
 
 
-PROMISES = ("exact", "exact in practice", "tolerance", "sites are part of the mathematics")
+PROMISES = ("exact", "exact in practice", "tolerance", "depends on the number of sites")
 """What an exchange may promise of the result, from the strongest to the weakest."""
 
 

@@ -3,7 +3,7 @@
     launcher ──stdin (ends when the launcher dies)──▶ rendezvous server ──a line for every event──▶ launcher
          └─────── process 4 replaces process 2, which died ───▶ joins at the end of a step
 
-The launcher opens the server's socket and passes it on, so that no process can find it missing.
+The launcher opens the server's socket and passes it on, so that the socket exists before any process connects.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from unisono.launcher.worker_process import WorkerSpec
 
 SILENCE_SECONDS = 60.0
 """A process without a heartbeat for this long counts as dead and is killed. Heartbeats come from a thread of their own,
-whatever the process computes: only one that is stopped, or that holds the interpreter lock, sends none."""
+whatever the process computes. Only a process that is stopped, or that holds the interpreter lock, sends none."""
 
 MAX_DEATHS = 5
-"""Deaths in a row without a step in between; after more of them no process is replaced."""
+"""Number of consecutive deaths without a step in between. After more deaths no process is replaced."""
 
 SOCKET_PATH_BYTES = 100
-"""Longest path; the address of a Unix socket has room for 107 bytes."""
+"""Longest path in bytes. The address of a Unix socket has room for 107 bytes."""
 
 
 class ElasticLauncher:
@@ -43,8 +43,8 @@ class ElasticLauncher:
 
     def __init__(self, minimum: int, build: Callable[[int, int], WorkerSpec]) -> None:
         self.minimum, self.build = minimum, build
-        self.step = -1  # the latest one that processes have reported
-        self.survived: list[list[int]] = []  # numbers that were lost together, for each loss that others survived
+        self.step = -1  # the latest step that processes have reported
+        self.survived: list[list[int]] = []  # processes lost together, for each loss that others survived
         self._deaths = 0  # since the latest step
         self._rest = b""
         self.server: subprocess.Popen[bytes] | None = None
@@ -80,7 +80,7 @@ class ElasticLauncher:
             self.server.stdout.close()
 
     def read_events(self) -> list[dict[str, Any]] | None:
-        """Return the events since the last call; None if the server is gone."""
+        """Return the events since the last call, or None if the server is gone."""
         assert self.server is not None
         assert self.server.stdout is not None
         try:
@@ -111,7 +111,7 @@ class ElasticLauncher:
             pass
 
     def may_replace(self, *, new_death: bool = True) -> bool:
-        """Return whether to replace a process. `new_death`: whether it died by itself, not because another one did."""
+        """Return whether to replace a process. `new_death`: whether no other death caused its death."""
         self._deaths += new_death
         return self._deaths <= MAX_DEATHS
 

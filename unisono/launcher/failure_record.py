@@ -1,7 +1,7 @@
-"""The failure record: a small file in which a failing process tells its launcher when, how and where it failed.
+"""The failure record: a small file in which a failing process reports to its launcher when, how and where it failed.
 
-It is written the moment an exception leaves the script, before any cleanup: cleaning up may block, and the launcher
-must know by then. The earliest record of a run is its failure; later ones are mostly consequences of it.
+It is written at the moment at which an exception leaves the script, before any cleanup: cleaning up may block, and the
+launcher needs the record by then. The earliest record of a run is its failure; later ones are mostly its consequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import unisono
 from unisono.errors import Problem, UnisonoError, is_connection_error
 
 OUR_FRAMES = (os.path.join("launcher", "worker_main.py"), "<frozen runpy>", "runpy.py")
-"""Frames between the interpreter and the script, which plain python does not show either."""
+"""Frames between the interpreter and the script, which plain Python does not show either."""
 
 
 CONNECTION_ERRORS = (
     *("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "WorldError"),
     *("ConnectionError", "ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "TimeoutError"),
 )
-"""Types of exceptions that a lost connection raises; by name, since torch is not loaded here."""
+"""Types of exceptions that a lost connection raises; by name, because torch is not loaded here."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class FailureRecord:
     """An exception that left the script.
 
     Attributes:
-        time: in seconds since the epoch.
+        time: the time in seconds since the epoch.
         kind: the name of the exception's type, such as ValueError.
-        message: of the exception.
-        traceback: as python prints it, the message last; empty for a SystemExit.
-        exit_status: that the process returns.
+        message: the message of the exception.
+        traceback: the traceback as Python prints it, the message last; empty for a SystemExit.
+        exit_status: the exit status of the process.
         problems: the parts of the message, for an error of Unisono's.
     """
 
@@ -77,7 +77,7 @@ class FailureRecord:
 
 
 def _from_the_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without our own first frames; all of it if there are no others."""
+    """Return the traceback without our own first frames, or all of it if there are no others."""
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename.endswith(OUR_FRAMES):
         inner = inner.tb_next
@@ -90,7 +90,7 @@ LIBRARIES = (str(ROOM), sysconfig.get_path("purelib"), sysconfig.get_path("platl
 
 
 def _user_frames(stack: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames outside Unisono and installed libraries; all of them if there are no others.
+    """Return the frames outside Unisono and installed libraries, or all of them if there are no others.
 
     The message of a UnisonoError needs no internal frames.
     """
@@ -123,7 +123,7 @@ def write(error: BaseException) -> FailureRecord:
 
 
 def write_for(path: Path, error: UnisonoError) -> None:
-    """Record a failure for another process, which cannot do so itself, unless it has a record."""
+    """Record a failure for another process, which cannot record it itself, unless it has a record."""
     if not path.exists():
         _write(
             FailureRecord(time.time(), type(error).__qualname__, str(error), "", error.exit_status, error.problems),
@@ -132,12 +132,12 @@ def write_for(path: Path, error: UnisonoError) -> None:
 
 
 def _write(record: FailureRecord, path: Path) -> None:
-    partial = path.with_suffix(".partial")  # renamed when complete, since the launcher may read at any moment
+    partial = path.with_suffix(".partial")  # renamed when complete, because the launcher may read at any moment
     partial.write_text(json.dumps(asdict(record)), encoding="utf-8", errors="backslashreplace")
     partial.rename(path)
 
 
-# Files beside the record tell the launcher more about a process. They are empty.
+# Files beside the record give the launcher more information about a process. They are empty.
 
 
 def record_clean_end() -> None:
@@ -183,7 +183,7 @@ def is_spare(path: Path) -> bool:
 
 
 def clean_end_at(path: Path) -> float | None:
-    """Return when the script of the process whose record is at `path` ended without an error; None if it did not."""
+    """Return when the script of the process whose record is at `path` ended without an error, or None if it did not."""
     try:
         return path.with_suffix(".ended").stat().st_mtime
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def clean_end_at(path: Path) -> float | None:
 
 
 def read(path: Path) -> FailureRecord | None:
-    """Return the record at this path; None if there is none."""
+    """Return the record at this path, or None if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

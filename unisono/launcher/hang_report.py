@@ -1,7 +1,7 @@
 """Decide whether a run hangs and which ranks cause it, from the status of its processes (status_file.py). No torch.
 
 A run hangs when none of its processes has made progress for the time limit. A rank that waits for others is not to
-blame as long as one does not. If all ranks wait, those to blame are the ones that wait in another place than most.
+blame as long as another rank does not wait. If all ranks wait, those at the less common places are to blame.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class HangDiagnosis(NamedTuple):
     Attributes:
         error: the message.
         guilty: the ranks for which the others wait.
-        works: whether one of those computes. Then it is slow rather than stuck, and no process is ended.
-        then: what to do: end (the run), kill (the guilty ranks, if any), or wait.
+        works: whether one of these ranks computes. Then it is slow rather than stuck, and no process is ended.
+        then: the action: end (the run), kill (the guilty ranks, if any), or wait.
     """
 
     error: StuckError
@@ -83,7 +83,7 @@ def _blame(statuses: Sequence[ProcessStatus]) -> tuple[list[ProcessStatus], str]
 
 
 def _rendezvous_cause(statuses: Sequence[ProcessStatus]) -> str:
-    """Return the cause where all known processes wait for the rendezvous."""
+    """Return the cause if all known processes wait for the rendezvous."""
     absent = sorted(set(range(statuses[0].size)) - {status.rank for status in statuses})
     if absent and all(status.step is None and status.waits == "meeting" for status in statuses):
         missing = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
@@ -92,7 +92,7 @@ def _rendezvous_cause(statuses: Sequence[ProcessStatus]) -> str:
 
 
 def _waiting_place(status: ProcessStatus) -> tuple[str, str, str]:
-    """Return what processes that wait for each other in the same place have in common."""
+    """Return a key that is equal for processes that wait for each other in the same place."""
     return status.waits, status.call.partition(" #")[0], status.where
 
 
@@ -105,7 +105,7 @@ def _one_of_each_place(statuses: Sequence[ProcessStatus]) -> list[ProcessStatus]
 
 
 def activity(status: ProcessStatus) -> str:
-    """Return what a process does, as a predicate."""
+    """Return the activity of a process, as a predicate."""
     at = f" at {status.where}" if status.where else ""
     code = f" ({status.code})" if status.code else ""
     if status.silent:
@@ -124,7 +124,7 @@ WAITS = {"others": "for a message", "meeting": "for the rendezvous", "store": "f
 
 
 def table(statuses: Sequence[ProcessStatus], guilty: Sequence[ProcessStatus]) -> str:
-    """Return a table with a line for each rank: which ranks it waits for, and what it does."""
+    """Return a table with a line for each rank: the ranks for which it waits, and its activity."""
     blamed = {status.rank for status in guilty}
     head = ("rank", "waits for", "step", "phase", "virtual rank", "idle", "activity")
     rows = [head]
@@ -150,7 +150,7 @@ def _waits_for(status: ProcessStatus, blamed: set[int], size: int) -> str:
 
 
 def _ranks(statuses: Sequence[ProcessStatus], word: str = "rank") -> str:
-    """Return rank 0; ranks 0, 2 and 3."""
+    """Return the ranks as text: "rank 0", "ranks 0, 2 and 3"."""
     *rest, last = [str(status.rank) for status in statuses]
     return f"{word}s {', '.join(rest)} and {last}" if rest else f"{word} {last}"
 
@@ -162,7 +162,7 @@ class ReportBackoff:
         self._next = 0.0
 
     def reset(self) -> None:
-        """Start again, since the run makes progress."""
+        """Start again, because the run makes progress."""
         self._next = 0.0
 
     def is_due(self, idle: float) -> bool:

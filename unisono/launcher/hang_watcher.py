@@ -1,8 +1,8 @@
 """Watch the processes of a run in a thread of the launcher: read their status files, and act when the run hangs.
 
-The thread is not part of the processes' group and needs no answer from them, so it also notices a process that is
-stopped, or whose interpreter lock is held. To end a run it writes the failure record of a rank that is to blame. The
-supervisor (supervisor.py) finds that as if the process had written it: it ends the others, and prints the table last.
+The thread is not part of the processes' group and needs no answer from them. So it also detects a process that is
+stopped, or whose interpreter lock is held. To end a run it writes the failure record of a rank that is to blame. For
+the supervisor (supervisor.py) this is a record like any other: it ends the other processes, and prints the table last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unisono.launcher.hang_report import HangDiagnosis, ReportBackoff, judge
 from unisono.launcher.status_file import ProcessStatus, cpu_seconds, line_of_silent, now, read, stacks_path, state_of
 
 POLL_SECONDS = 0.5
-"""Between two reads of all status files."""
+"""Seconds between two reads of all status files."""
 
 
 class HangWatcher:
@@ -90,7 +90,7 @@ class HangWatcher:
             yield path, status
 
     def _locate_silent(self, statuses: dict[Path, ProcessStatus]) -> Iterator[ProcessStatus]:
-        """Yield the statuses with the present line of the silent processes, where it can be found out."""
+        """Yield the statuses of the silent processes with their current line, if it can be determined."""
         for path, status in statuses.items():
             if not status.silent:
                 yield status
@@ -99,7 +99,7 @@ class HangWatcher:
             yield replace(status, where=line or status.where, code="" if line else status.code)
 
     def _kill(self, guilty: Sequence[ProcessStatus]) -> None:
-        """Kill processes and all that they have started. The supervisor then sees deaths like any other."""
+        """Kill processes and all that they have started. For the supervisor these are deaths like any other."""
         for status in guilty:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(status.pid, signal.SIGKILL)

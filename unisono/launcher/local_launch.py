@@ -40,19 +40,19 @@ def run(
     """Run the script in `ranks` processes and return when all have ended.
 
     Args:
-        script: its path.
-        arguments: of the script.
-        ranks: number of processes.
+        script: the path of the script.
+        arguments: the arguments of the script.
+        ranks: the number of processes.
         logs: the folder for rank-N.log, created if it does not exist.
-        threads: of each process, for OpenMP, which reads that when it is loaded.
+        threads: the number of threads of each process, for OpenMP, which reads it when it is loaded.
         screen: the file descriptor for rank 0's output, besides its log; None: none.
         verbose: print messages about the run, such as its failure, on standard error.
         variables: further environment variables for libraries or Python itself.
         minimum: when a process dies and this many remain, they continue, and a replacement is started; None: a death
             ends the run.
-        elastic: do so on accelerators as well.
+        elastic: the same on accelerators.
         on_cpu: ranks from the first to before the second compute on the CPU, while others use accelerators.
-        columns: width of `screen`, which takes live lines without being a terminal; 0: use standard output's.
+        columns: width of `screen`, which shows live lines without being a terminal; 0: use standard output's.
     """
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
     columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
@@ -111,9 +111,9 @@ def dry_run(
     on_cpu: tuple[int, int] = (0, 0),
     seconds: int = DRY_SECONDS,
 ) -> RunOutcome:
-    """Run the script in one process as far as its loop, to check whether `ranks` processes could run it.
+    """Run the script in one process up to its loop, to check whether `ranks` processes could run it.
 
-    See train/diagnostics/dry_run.py. Its output is discarded; after `seconds` it dies of SIGALRM.
+    See train/diagnostics/dry_run.py. Its output is discarded. After `seconds` it dies of SIGALRM.
     """
     with socket_folder() as folder:
         world = replace(_world(ranks - 1, ranks, on_cpu), dry=folder)
@@ -148,13 +148,13 @@ def _spec(
     """Return the specification of a process.
 
     Args:
-        number: of the process.
+        number: the number of the process.
         world: its place in the run; it is a replacement if it joins.
         command: the script's path and its arguments.
         environment: all environment variables.
         logs: the folder for logs.
         folder: the launcher's private folder.
-        seconds: after which the process dies; 0: no limit.
+        seconds: the time after which the process dies; 0: no limit.
     """
     record = folder / f"rank-{number}.json"
     order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds, "launcher": os.getpid()})

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 LONGEST_LINE = 1 << 20
-"""Bytes. A longer line is written in pieces, so that memory stays bounded."""
+"""Length in bytes. A longer line is written in pieces, so that memory stays bounded."""
 
 _END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 """The end of a piece. A carriage return needs the next byte: \\r\\n ends an ordinary line."""
@@ -59,7 +59,7 @@ class RankLog:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last lines of a log that are not blank; [] if there is no log."""
+    """Return the last lines of a log that are not blank, or [] if there is no log."""
     try:
         with open(path, "rb") as file:
             file.seek(0, 2)

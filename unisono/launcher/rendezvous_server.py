@@ -3,8 +3,8 @@
     python -u -P -m unisono.launcher.rendezvous_server LISTENER SIZE MINIMUM SILENCE_SECONDS
 
 Each process holds two connections to a Unix socket in the launcher's private folder. No other user can reach that, and
-it needs no port. LISTENER is the descriptor of the socket. One connection serves keys and values, as any store of
-torch's does. The other one represents the life of the process:
+it needs no port. LISTENER is the descriptor of the socket. One connection serves keys and values, like any store of
+torch. The other one represents the life of the process:
 
     process 0   "ready" -----> .                   .-----> "roster [0, 1, 3], generation 2"
     process 1   "ready" -----> .    rendezvous     .-----> the same
@@ -17,10 +17,10 @@ leaves its group and reports that it is ready. When all remaining processes are 
 server decides alone and in one thread, so all processes get the same answer, whichever others die meanwhile. A process
 that joins waits until all members admit it, at the end of a step.
 
-Where several processes share a model they are a unit (parallel.shard). A death removes the whole unit, whose other
-processes the launcher kills, and a new unit is admitted when all of its slots are taken.
+If several processes share a model they are a unit (parallel.shard). A death removes the whole unit, whose other
+processes the launcher kills. A new unit is admitted when all of its slots are taken.
 
-Every message is a line of JSON; bytes travel as latin-1.
+Every message is a line of JSON; bytes are sent as latin-1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 POLL_SECONDS = 0.5
-"""Between two checks for silent processes."""
+"""Seconds between two checks for silent processes."""
 
 Notify = Callable[[dict[str, Any]], None]
 
@@ -46,11 +46,11 @@ class Connection:
 
     Attributes:
         socket: the connection.
-        number: of the process whose life it represents; None for a connection that serves keys only.
+        number: the number of the process whose life it represents; None for a connection that serves keys only.
         joins: whether the process has not been admitted to a group yet.
-        slot: its rank at its start, which gives its place in its unit.
+        slot: its rank at its start, which determines its place in its unit.
         ready: the message with which it reported that it is ready for a new group.
-        active_at: when it last sent something.
+        active_at: the time of its last message.
         wait: a pending wait: for these keys, in this generation, until this time.
     """
 
@@ -65,7 +65,7 @@ class Connection:
         self._rest = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived; None if the connection has ended."""
+        """Return the messages that have arrived, or None if the connection has ended."""
         try:
             data = self.socket.recv(1 << 16)
         except (ConnectionError, TimeoutError):
@@ -99,7 +99,7 @@ class RendezvousServer:
         self.unit = 1
         """Number of consecutive processes in the roster that share a model."""
         self.generation = 0
-        self.lost: list[int] = []  # since the present generation began
+        self.lost: list[int] = []  # since the current generation began
         self.values: dict[str, str] = {}
         self.connections: dict[socket.socket, Connection] = {}
         self.members: dict[int, Connection] = {}
@@ -198,7 +198,7 @@ class RendezvousServer:
             self._serve_keys(connection, message)
 
     def _release(self, connection: Connection) -> None:
-        """Remove a member that has come to its regular end, as all others do."""
+        """Remove a member that has reached its regular end, like all others."""
         assert connection.number is not None
         if self.members.get(connection.number) is connection:
             del self.members[connection.number]

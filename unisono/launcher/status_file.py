@@ -4,9 +4,9 @@
     process 1   thread "watch" --- rank-1.status --+---> our launcher; under another launcher, rank 0
     process 2   (lock held, or stopped: silent) ---'
 
-The thread needs the interpreter lock, which a main thread that waits in a collective has released, and nothing of the
-process group. A process whose lock is held is silent, and that is noticed. Its stack can be read nevertheless, since
-faulthandler handles a signal without the interpreter.
+The thread needs nothing of the process group. It needs the interpreter lock, which a main thread that waits in a
+collective has released. A process whose lock is held is silent, and its readers detect that. Its stack can be read
+nevertheless, because faulthandler handles a signal without the interpreter.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SIGNAL = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
 """The signal that makes a process write its stacks. Slurm, Ray and torch use only the classic signals."""
 
 SILENT_SECONDS = 3.0
-"""A process writes its status every second, later on a busy machine. It is silent when it has written none for this
+"""A process writes its status every second, or later on a busy machine. It is silent when it has written none for this
 long, and for a tenth of its time limit (a minute of ten)."""
 
 COMPUTES = 0.05
-"""Share of a core: a process that uses more is computing. One that waits uses none, or, if it polls ten times a second,
-one or two percent."""
+"""Share of a core: a process that uses more is computing. A waiting one uses none, or one or two percent if it polls
+ten times a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,26 +47,26 @@ class ProcessStatus:
     """The status of a process.
 
     Attributes:
-        rank: of the process.
-        size: number of processes.
+        rank: the rank of the process.
+        size: the number of processes.
         pid: its process id.
         host: its host.
-        written: when it wrote this, in seconds since 1970.
+        written: the time of writing, in seconds since 1970.
         idle: seconds without progress, by its own clock (time in which the machine is suspended does not count).
         phase: see phases.py.
         step: the step in progress.
-        virtual_rank: whose micro-batch it computes.
+        virtual_rank: the virtual rank whose micro-batch it computes.
         where: file:line of the script's own code.
         code: the source text of that line.
-        waits: for what it waits: others (in a collective), meeting (for processes to arrive at the rendezvous), store
-            (for the rendezvous, which does not answer), workers (of its loader), person (in a debugger), or "".
+        waits: the object of its wait: others (in a collective), meeting (for processes to arrive at the rendezvous),
+            store (for the rendezvous, which does not answer), workers (of its loader), person (in a debugger), or "".
         call: the collective in progress; the last one if it waits for no other process.
-        share: of a core that it and its workers have used since it is idle; None: not measured yet.
-        workers: what the workers of its loader do.
-        limit: seconds without progress that count as a hang at present.
-        then: what to do in a hang: end, kill or wait, as the setting watchdog.action.
+        share: the share of a core that it and its workers have used since it is idle; None: not measured yet.
+        workers: the activity of the workers of its loader.
+        limit: seconds without progress that currently count as a hang.
+        then: the action in a hang: end, kill or wait, as the setting watchdog.action.
         thread: the main thread, as faulthandler identifies it.
-        silent: set by the reader if the process has not written for a while: why, as a predicate.
+        silent: set by the reader if the process has not written for a while: the reason, as a predicate.
     """
 
     rank: int
@@ -113,7 +113,7 @@ class ProcessStatus:
 
 
 def read(path: Path) -> ProcessStatus | None:
-    """Return the status at this path; None if there is none (yet)."""
+    """Return the status at this path, or None if there is none (yet)."""
     try:
         return ProcessStatus.of(path.read_bytes())
     except (OSError, ValueError, TypeError):
@@ -139,7 +139,7 @@ def line_of_silent(pid: int, path: Path, thread: int) -> str:
 
     Args:
         pid: the process.
-        path: of its stacks.
+        path: the path of its stacks.
         thread: its main thread, as faulthandler identifies it.
     """
     if not _handles_signal(pid):
@@ -158,7 +158,7 @@ def line_of_silent(pid: int, path: Path, thread: int) -> str:
 
 
 ANSWER_SECONDS = 0.5
-"""Time limit for the stacks to appear."""
+"""Time limit for the stacks to appear, in seconds."""
 
 
 def _handles_signal(pid: int) -> bool:
@@ -203,7 +203,7 @@ def state_of(pid: int) -> str:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU time that a process and all that it started have used."""
+    """Return the CPU time of a process and all processes that it started."""
     total = 0.0
     try:
         process = psutil.Process(pid)

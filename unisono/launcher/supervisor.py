@@ -41,33 +41,33 @@ from unisono.launcher.worker_process import CRASHES, WorkerFailure, WorkerProces
 __all__ = ["WorkerFailure", "RunOutcome", "WorkerSpec", "supervise"]
 
 POLL_SECONDS = 0.1
-"""Between two checks for failure records; exits and output wake the loop at once."""
+"""Seconds between two checks for failure records. Exits and output wake the loop at once."""
 GRACE_SECONDS = 0.4
-"""After a failure the other processes have this long for their output. The traceback must appear within a second."""
+"""Seconds for the output of the other processes after a failure. The traceback must appear within a second."""
 HANDOFF_SECONDS = 30.0
-"""The same after a death, where the other processes write their shards to disk (train/recovery/crash_handoff.py)."""
+"""This time after a death if the other processes write their shards to disk (train/recovery/crash_handoff.py)."""
 LATE_STOP_SECONDS = 300.0
-"""After a stop request, how long the others may run when the first process has saved and ended."""
+"""Seconds that the others may run after a stop request, once the first process has saved and ended."""
 EARLY_STOP_SECONDS = 10.0
-"""The same when a process ended before it could handle the request: the others may wait for it in vain."""
+"""This time if a process ended before it could handle the request: the others may wait for it in vain."""
 SPARE_STOP_SECONDS = 3.0
-"""How long a spare process may run when all others have ended."""
+"""Seconds that a spare process may run after all others have ended."""
 SECOND_SIGNAL_SECONDS = 0.25
 """Two signals within this time count as one: a wrapper (make, uv) may forward the terminal's Ctrl-C."""
 UNKILLABLE_SECONDS = 5.0
-"""How long to wait for killed processes. One that waits in the kernel, for a disk or a device, does not end."""
+"""Time limit for killed processes. A process that waits in the kernel, for a disk or a device, does not end."""
 DRAIN_SECONDS = 0.2
-"""How long to read the pipe of an ended process. Its output is there already; only its end may be missing."""
+"""Time limit for reading the pipe of an ended process. Its output is there; only its end may be missing."""
 HEAD_START_SECONDS = 0.5
-"""A crash counts as this much earlier than it was noticed: its peers may fail before the launcher notices."""
+"""A crash is dated this much earlier than its detection: its peers may fail before the launcher detects it."""
 
 
 class RunOutcome(NamedTuple):
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        exit_status: for the launcher to return.
-        failure: why it failed.
+        exit_status: the exit status of the launcher.
+        failure: the cause of a failure.
         stopped: whether a signal requested the stop.
         early: whether a process could not handle that request, before its loop or after it.
         in_line: whether the last line on the screen is unfinished.
@@ -134,7 +134,7 @@ class _Supervisor:
         self.selector.register(process.stdout, selectors.EVENT_READ, process)
 
     def _poll(self) -> None:
-        """Wait for an event or for POLL_SECONDS, and handle what has happened."""
+        """Wait for an event or for POLL_SECONDS, and handle the events."""
         for key, _ in self.selector.select(POLL_SECONDS):
             if key.data is None:
                 os.read(key.fd, 4096)  # written by the signal handler to wake the loop
@@ -166,7 +166,7 @@ class _Supervisor:
             self._kill_late()
 
     def _is_needed(self, process: WorkerProcess) -> bool:
-        """Return whether a failure of this process matters: not of a spare one once the main process has succeeded."""
+        """Return whether a failure of this process matters: not of a spare one, after the main one has succeeded."""
         main = self.processes[0]
         if not process.joined:
             return False
@@ -189,7 +189,7 @@ class _Supervisor:
             process.kill()
 
     def _unkillable(self) -> bool:
-        """Return whether a killed process does not end: it waits in the kernel, for a disk or a device."""
+        """Return whether a killed process does not end, because it waits in the kernel for a disk or a device."""
         return self.kill_at is not None and time.monotonic() > self.kill_at + UNKILLABLE_SECONDS
 
     def _forward(self, process: WorkerProcess) -> bool:
@@ -233,7 +233,7 @@ class _Supervisor:
             self.kill_at = now
 
     def _reap(self, process: WorkerProcess) -> None:
-        """Handle the end of a process: kill what it started, read the rest of its output, and report a death."""
+        """Handle the end of a process: kill its children, read the rest of its output, and report a death."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.popen.pid, signal.SIGKILL)
         process.ended_at = time.time()
@@ -323,7 +323,7 @@ class _Supervisor:
                 )
                 continue
             if self.failing or process.failed() or process.spec.record.exists():
-                continue  # the run ends: this is reported as its failure, or it has another one
+                continue  # the run ends, with this as its failure or with another one
             how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
             self._print(
                 f"Process {number} {how} after {step} steps; the run continues with {remaining}. "
@@ -354,7 +354,7 @@ class _Supervisor:
                 process.terminate(group=True)
 
     def _end_all(self) -> None:
-        """Kill what is left, also after an exception in the supervisor."""
+        """Kill all remaining processes, also after an exception in the supervisor."""
         for process in self.processes:
             if process.alive:
                 process.kill()
@@ -379,7 +379,8 @@ class _Supervisor:
     def _survived(self) -> set[int]:
         """Return the processes whose deaths others have survived.
 
-        Not where a process that was lost with it failed by an error: most likely because of that death.
+        A death does not count if a process that was lost with it failed by an error, which that death most likely
+        caused.
         """
         if self.elastic is None:
             return set()

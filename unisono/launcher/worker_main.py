@@ -3,9 +3,9 @@
     python -u -P -m unisono.launcher.worker_main '{"world": {...}, "record": "/.../rank-0.json", ...}' SCRIPT
     ARGUMENTS...
 
-It assigns this process its place in the run, runs the script as `__main__` as plain python does, and records a
+It assigns this process its place in the run, runs the script as `__main__` as plain Python does, and records a
 failure. Standard input is a pipe whose other end the launcher holds. When the pipe ends and the launcher is no longer
-the parent of this process, the launcher has died, and this process kills itself and all that it started.
+the parent of this process, the launcher has died, and this process kills itself and all processes that it started.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     environment.assign(environment.World(**order["world"]))
 
     sys.argv = [script, *arguments]
-    folder = str(Path(script).resolve().parent)  # plain python puts the script's folder first
+    folder = str(Path(script).resolve().parent)  # plain Python puts the script's folder first
     if sys.flags.safe_path:
         sys.path.insert(0, folder)
     else:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 PARENT_POLL_SECONDS = 0.1
-"""Between two checks of the parent's process id, once the pipe has ended."""
+"""Seconds between two checks of the parent's process id, once the pipe has ended."""
 
 
 def _exit_with_launcher(launcher: int, folder: Path) -> None:

@@ -48,15 +48,15 @@ class WorkerSpec:
 
 
 class WorkerFailure(NamedTuple):
-    """Why a run failed.
+    """The cause of a failed run.
 
     Attributes:
-        rank: of the process that failed first.
-        size: number of processes at the start.
-        time: of the failure, in seconds since the epoch.
+        rank: the rank of the process that failed first.
+        size: the number of processes at the start.
+        time: the time of the failure, in seconds since the epoch.
         record: the exception; None if the process left none.
-        signal: that killed it; 0: none.
-        exit_status: for the launcher to return.
+        signal: the signal that killed it; 0: none.
+        exit_status: the exit status of the launcher.
         log: its log.
         early: whether it ended without an error while the others still needed it.
     """
@@ -103,11 +103,11 @@ class WorkerProcess:
     Attributes:
         rank: its number, which is its rank at the start.
         spec: its specification.
-        log: where its output goes.
+        log: the log of its output.
         terminated: whether the launcher sent it SIGTERM.
         killed: whether the launcher sent it SIGKILL.
         log_error_reported: whether an error of the log was printed.
-        ended_at: when it ended, in seconds since the epoch; None: it is alive.
+        ended_at: the time of its end, in seconds since the epoch; None: it is alive.
         joined: whether it trains; False for a replacement that has not joined yet.
         survived: whether it died and the others continue without it.
         orphan_of: the dead process with which it shared a model, for which it was killed.

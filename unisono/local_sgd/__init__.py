@@ -1,1 +1,1 @@
-"""Local SGD and DiLoCo: sites that train alone and synchronize every some steps."""
+"""Local SGD and DiLoCo: sites that train alone and synchronize from time to time."""

@@ -1,4 +1,4 @@
-"""The outer step: the update that sites make of how far their weights have moved since the last synchronization.
+"""The outer step: update the model with the change of the sites' weights since the last synchronization.
 
     anchor    the weights of all sites after the last synchronization
     gradient  anchor - mean of the sites' weights
@@ -7,8 +7,8 @@
               anchor   <- anchor - lr * (gradient + momentum * velocity)
 
 Then every site continues from the anchor. A model may be synchronized in fragments, one after the other, and the
-numbers may travel while the sites train: what arrives then is where a site would be, had it waited. It continues from
-half way between that and its own weights (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
+numbers may be in transit while the sites train. The result is then late, and a site has already trained further. It
+continues from half way between the result and its own weights (Streaming DiLoCo: Douillard et al., arXiv 2501.18512).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.local_sgd.site_transport import PendingExchange, chunk_of, together
 
 MERGE_ALPHA = 0.5
-"""The share of a site's own weights that stays when the numbers of a synchronization arrive late."""
+"""The share of a site's own weights that remains when the numbers of a synchronization arrive late."""
 
 
 class ModelFragment:
     """Some parameters that are synchronized after the same steps.
 
-    anchors, velocities  beside every parameter, in float32 at least; without momentum there are no velocities
+    anchors, velocities  for every parameter, in float32 at least; without momentum there are no velocities
     left                 residuals of quantization on this process's chunk, by row
-    sent                 number of parameters, the first ones, that were sent last: later ones wait for the next time
-    due                  the number of steps after which what is under way is applied
+    sent                 number of parameters sent last, which are the first ones; later ones are sent the next time
+    due                  the number of steps after which the pending result is applied
     """
 
     def __init__(self, device: torch.device, lr: float, momentum: float) -> None:
@@ -60,7 +60,7 @@ class ModelFragment:
 
     @property
     def sent_anchors(self) -> list[torch.Tensor]:
-        """The anchors of what was sent last."""
+        """The anchors of the parameters that were sent last."""
         return self.anchors[: self.sent]
 
     @property
@@ -84,7 +84,7 @@ class ModelFragment:
         return [together(chunk, site) for chunk in self.left]
 
     def step(self, gradient: Sequence[torch.Tensor], keep: float) -> None:
-        """Make the outer step; `keep`: the share of this site's own weights that stays."""
+        """Run the outer step. `keep`: the share of this site's own weights that remains."""
         with torch.no_grad():
             ways = unflatten(gradient, self.sent_anchors)
             for v, g in zip(self.velocities, ways, strict=False):

@@ -1,4 +1,4 @@
-"""The loop of local SGD: steps within a site, and synchronization of the sites now and then."""
+"""The loop of local SGD: steps within a site, and synchronizations of the sites."""
 
 from __future__ import annotations
 

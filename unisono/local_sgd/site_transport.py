@@ -1,4 +1,4 @@
-"""The traffic between sites when they synchronize. Every number crosses the slow line once in each direction.
+"""The traffic between sites when they synchronize. Two sites send each number once in each direction.
 
 Two sites of two processes; a row of numbers is as long as the model, and each process sends one chunk of it to its
 counterparts, which have the same rank in the other sites:
@@ -8,12 +8,12 @@ counterparts, which have the same rank in the other sites:
     site 1      process 0   [ b0 |    ] ---b0--->  (a0 + b0) / 2 = m0  ...
                 process 1   [    | b1 ] ---b1--->  (a1 + b1) / 2 = m1  ...
 
-Sites are added in their order, as all have received them (block_quantizer.py), so all sites have the same bits. Chunks
-are whole blocks of the row, so the number of processes of a site changes no bit. With more than two sites each sends
-its row to every other one.
+All sites add the received values in the order of sites (block_quantizer.py), so all have the same bits. Chunks are
+whole blocks of the row, so the number of processes of a site changes no bit. With more than two sites each sends its
+row to every other one.
 
-A few numbers travel with the rows, and everything that all sites do together begins with them. They show when a site is
-in another place, and keep the messages between two processes in order.
+A few numbers are sent with the rows, and every joint operation of all sites begins with them. They show when a site
+makes another call, and keep the messages between two processes in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unisono.exchange.compression.block_quantizer import BLOCK, decode_row, enco
 
 
 class PendingExchange:
-    """Numbers and rows under way from every site to every other. A process waits for them only when it reads them."""
+    """Numbers and rows in transit from every site to every other. A process waits for them only when it reads them."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PendingExchange:
     def means(self, dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Return the mean of every row over the sites. All processes of a site call this together."""
         wait_for(self._written)
-        self._written = []  # gloo's hold its connections: a forked loader worker would close them
+        self._written = []  # pending work of gloo holds its connections: a forked loader worker would close them
         found = []
         for row, (length, dtype) in enumerate(zip(self.lengths, dtypes, strict=True)):
             first, *rest = [decode_row(codes[row], self.bits, dtype) for codes in self.codes]
@@ -74,18 +74,18 @@ class PendingExchange:
 
 
 class SiteTransport:
-    """The line between the sites, as this process has it.
+    """The connection between the sites, for this process.
 
     site    the processes of this site
     across  its counterparts, in the order of sites
-    sent    bytes that this site has sent, all its processes together
+    sent    bytes that all processes of this site have sent
     """
 
     def __init__(self, site: ProcessGroup, across: ProcessGroup) -> None:
         self.site, self.across, self.sent = site, across, 0
 
     def tell(self, words: Sequence[float]) -> list[list[float]]:
-        """Exchange numbers, and return those of every site. All sites send equally many."""
+        """Exchange numbers, and return those of every site. All sites send the same number of them."""
         return self.send(words, [], 32).heard()
 
     def send(

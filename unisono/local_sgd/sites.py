@@ -1,18 +1,18 @@
-"""Sites: groups of processes that train by themselves, and synchronize now and then (exchange=local_sgd).
+"""Sites: groups of processes that train by themselves, and synchronize after some steps (exchange=local_sgd).
 
     steps      0 ... warmup       ... warmup + every      ... warmup + 2 every      ...
     site 0     |  all  |---- its own steps ----|---- its own steps ----|
                | sites |                 synchronization         synchronization
     site 1     | as one|---- its own steps ----|---- its own steps ----|
 
-Between two synchronizations nothing travels between sites, not even a flag: what a step agrees on (its sums, its loss,
-whether to stop) is agreed on within the site. At a synchronization every site sends how far its weights have moved, the
-outer step (local_sgd/outer.py) decides where all continue, and all do what some process has requested (a stop, a
-checkpoint).
+Between two synchronizations there is no traffic between sites, not even a flag. The values of a step on which processes
+agree (its sums, its loss, whether to stop) are those of the site. At a synchronization every site sends the change of
+its weights. The outer step (local_sgd/outer.py) computes the weights from which all sites continue. All sites then
+handle the requests of any process (a stop, a checkpoint).
 
-Everything else stays a site's own: optimizers, schedules, the scale of fp16, buffers (batch norm's statistics). So a
-checkpoint has these of every site. What is evaluated, saved as the model and left at the end is the mean of the sites'
-weights and buffers (of integers, such as a counter: site 0's), computed for that moment. Training does not change.
+All other state belongs to one site: optimizers, schedules, the scale of fp16, buffers (batch norm's statistics). A
+checkpoint has it for every site. Evaluation, a saved model and the model at the end use the mean of the sites' weights
+and buffers (of integers, such as a counter: site 0's), which is computed for that moment. Training does not change.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ MEETING = "A meeting of the sites"
 
 
 class LocalSGD:
-    """The sites of a run, from one of them.
+    """The sites of a run, as an object of one of them.
 
-    number    of this site
-    mesh      of its processes
+    number    the number of this site
+    mesh      the mesh of its processes
     across    the processes with the same rank in all sites
     is_split  whether sites train by themselves
-    met       steps done at the last synchronization
+    met       steps completed at the last synchronization
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -71,10 +71,10 @@ class LocalSGD:
         self.fragments = [ModelFragment(world.device, *how) for _ in range(self.local.num_fragments)]
         self.is_split = False
         self.met = 0
-        self._split_at = 0  # steps done when the sites were split
+        self._split_at = 0  # steps completed when the sites were split
         self._last: StepState | None = None
         self._saved: Mapping[str, Any] = {}
-        self._own: dict[int, torch.Tensor] = {}  # while all are as one: what this site's tensors were
+        self._own: dict[int, torch.Tensor] = {}  # while all sites are united: this site's tensors
         context.models.heard.append(self._add_parameters)
         context.exchange_states.keep("sites", self)
 
@@ -83,7 +83,7 @@ class LocalSGD:
         steps = 0 if self._last is None else self._last.number + 1 - self._split_at
         return {"sites": self.local.sites, "bytes_per_step": round(self.transport.sent / steps, 1) if steps else 0.0}
 
-    # -- from step to step
+    # -- steps
 
     def begin(self, sync: GradientSync) -> None:
         """Begin the loop."""
@@ -99,7 +99,7 @@ class LocalSGD:
             self._split(sync)
 
     def after(self, sync: GradientSync, step: StepState) -> SyncPoint | None:
-        """Synchronize the sites after a step, if that is due. None: they are not synchronized."""
+        """Synchronize the sites after a step, if that is due. Return None if they are not synchronized."""
         progress_agreed = self.context.progress.agreed
         done, before, self._last = step.number + 1, self.met, step
         if not self.is_split:
@@ -119,11 +119,11 @@ class LocalSGD:
         return SyncPoint(agreed, before) if self.met == done else None
 
     def _turn(self, fragment: int) -> int:
-        """Return after how many steps of a round this fragment is synchronized. The last fragment ends the round."""
+        """Return the step of a round after which this fragment is synchronized. The last fragment ends the round."""
         return (fragment + 1) * self.local.sync_every // self.local.num_fragments % self.local.sync_every
 
     def _split(self, sync: GradientSync) -> None:
-        """From the next step on every site trains by itself."""
+        """Let every site train by itself from the next step on."""
         order, last = sync.order, self.context.progress.last
         share = self.settings.virtual_ranks // self.local.sites
         smallest = order.batch_size(order.steps_per_epoch - 1)
@@ -143,13 +143,13 @@ class LocalSGD:
             self._add_parameters()
 
     def _add_parameters(self) -> None:
-        """Synchronize the parameters that are new as well. Their anchors are their values, equal in all sites."""
+        """Synchronize new parameters as well. Their anchors are their values, which are equal in all sites."""
         known = {id(p) for fragment in self.fragments for p in fragment.params}
         fresh = set(map(id, self.models.trained)) - known
         named = []
         for i, module in enumerate(self.models.modules):
             for name, p in module.named_parameters():
-                if id(p) in fresh:  # once, if several models have it
+                if id(p) in fresh:  # only once, if several models have it
                     fresh.remove(id(p))
                     named.append((f"{i}.{name}", p))
         if not self.is_split or not named:
@@ -174,7 +174,7 @@ class LocalSGD:
     # -- a synchronization
 
     def _send(self, fragment: ModelFragment, step: StepState, agreed: Mapping[str, int]) -> None:
-        """Send how far the weights of this site have moved, and a few flags."""
+        """Send the change of this site's weights, and a few flags."""
         rows = fragment.pseudo_gradients()
         whole = all(bool(torch.isfinite(row).all()) for row in rows)
         words = [VERBS.index(STEP), step.number, agreed["stop"], agreed["leave"], whole, *step.sums[LOSS]]
@@ -183,7 +183,7 @@ class LocalSGD:
         fragment.due = step.number + 1 + self.local.sync_delay
 
     def _receive(self, fragment: ModelFragment) -> Mapping[str, int]:
-        """Make the outer step with what all sites have sent. Returns what all sites agree on."""
+        """Run the outer step with the values of all sites. Return the flags on which all sites agree."""
         self._settle(fragment)
         assert fragment.arrived is not None
         (words, rows), fragment.arrived = fragment.arrived, None
@@ -191,7 +191,7 @@ class LocalSGD:
         return {"stop": int(sum(said[2] for said in words)), "leave": int(sum(said[3] for said in words))}
 
     def _settle(self, fragment: ModelFragment) -> None:
-        """Wait for what is under way; it is applied when it is due."""
+        """Wait for a pending result. It is applied when it is due."""
         if fragment.letters is None:
             return
         words = fragment.letters.heard()
@@ -207,7 +207,7 @@ class LocalSGD:
         fragment.letters = None
 
     def _ask(self, verb: str) -> None:
-        """Check that every site is about to do this, one of VERBS; raises LoopError on all of them if not."""
+        """Check that every site makes this call, one of VERBS. Raise LoopError on all of them if not."""
         with wrap_peer_errors(verb):
             self._check(verb, self.transport.tell([VERBS.index(verb), *[0.0] * 6]))
 
@@ -222,7 +222,7 @@ class LocalSGD:
                 "a site's own: decide by the number of the step, and end with run.stop().",
             )
 
-    # -- as one
+    # -- united sites
 
     @contextmanager
     def as_one(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -241,7 +241,7 @@ class LocalSGD:
                     tensor.data.copy_(own[id(tensor)])
 
     def finish(self, step: StepState | None) -> None:
-        """Leave all sites with the mean of their weights, and the loss of all; `step`: the last one."""
+        """Leave all sites with the mean of their weights, and the loss of all sites. `step`: the last one."""
         if not self.is_split:
             return
         with phases.phase("exchange"), wrap_peer_errors(MEETING):
@@ -272,12 +272,12 @@ class LocalSGD:
         for tensor, mean in zip(numbers, unflatten(means, parts), strict=True):
             tensor.data.copy_(torch.view_as_complex(mean) if tensor.is_complex() else mean)
 
-    # -- what a checkpoint holds of it
+    # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return anchors and velocities, which all sites share; what is under way; and what each site has of its own.
+        """Return anchors and velocities, which all sites share; pending results; and the own state of each site.
 
-        All processes call this together, as one.
+        All processes call this together, with united sites.
         """
         if not self.is_split:
             return {}
@@ -299,7 +299,7 @@ class LocalSGD:
         }
 
     def _of_this_site(self) -> dict[str, Any]:
-        """Return everything tracked that is no model, and of models what differs from the other sites."""
+        """Return all tracked objects but models, and those tensors of models that differ from the other sites."""
         weights: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in self.state.models.items():
             named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
@@ -313,15 +313,15 @@ class LocalSGD:
         return {"weights": weights, "things": things}
 
     def _gathered(self, mine: dict[str, Any]) -> list[Any]:
-        """Return what every site has, on the main process. The first process of each site sends it."""
+        """Return the state of every site, on the main process. The first process of each site sends it."""
         if self.mesh.world.rank:
             return []
         return gather_values(self.across, mine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there: what this site had of its own replaces what the main process had, when it is tracked.
+        """Continue from this state. This site's own state replaces that of the main process, when it is tracked.
 
-        It is ignored if the number of sites has changed.
+        The state is ignored if the number of sites has changed.
         """
         if state["sites"] != self.local.sites:
             return
@@ -330,7 +330,7 @@ class LocalSGD:
         self.state.own = {**own["things"], **own["weights"]}
 
     def _saved_fragments(self, named: Sequence[tuple[str, torch.Tensor]]) -> list[list[int]]:
-        """Return the fragments of the run that is resumed; parameters that came later are in the last one. []: none."""
+        """Return the fragments of the resumed run, or [] if it has none. Later parameters are in the last one."""
         before: list[list[str]] = self._saved.get("fragments", [])
         numbers = {name: number for number, (name, _) in enumerate(named)}
         found = [[numbers.pop(name) for name in names if name in numbers] for names in before]
@@ -340,9 +340,9 @@ class LocalSGD:
         return found
 
     def _resume_fragments(self) -> None:
-        """Resume what was under way, and the residuals of quantization."""
+        """Resume pending results, and the residuals of quantization."""
         saved, self._saved = self._saved, {}
-        if len(saved.get("under_way", [])) != len(self.fragments):  # other fragments meet at other steps
+        if len(saved.get("under_way", [])) != len(self.fragments):  # other fragments have other steps
             return
         for fragment, was, left in zip(self.fragments, saved["under_way"], saved["own"]["left"], strict=True):
             sent = fragment.names[: len(was["means"])] if was is not None else []

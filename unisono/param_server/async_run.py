@@ -1,33 +1,34 @@
-"""The loop in which each worker makes steps at its own pace (exchange=server, server.staleness above 0, or none).
+"""The loop in which each worker runs steps at its own pace (exchange=server, server.staleness above 0, or none).
 
-One process serves (or several: async_server.py), the others work, and no two ever wait for a step in common:
+One process (or several: async_server.py) is a server, the others are workers, and no process waits for another step:
 
     worker 1                      server                                        worker 2
     hello ----------------------> ledger: step 0 <-------------------------------- hello
       <------- parameters, step 0 |      step 1 |  parameters, step 1 ------------->
     all virtual ranks of step 0                                      all of step 1
-    gradient of 0 --------------> for batch in step: nothing to walk, it waits
-                                  p.grad is here
+    gradient of 0 --------------> for batch in step: no batches, it waits
+                                  p.grad is set
                                   step.update: the optimizer steps
       <------- parameters, step 2 | evaluation, log, checkpoint    <----------- gradient of 1
 
-A worker computes the whole batch of a step by itself, folded by the tree, and the same numbers as in any other run with
-these parameters. The server uses gradients as they come, one update each: so `steps` counts updates, every step of the
-data is used once, and with one worker it is the loop of one process, to the bit. With several a gradient was computed
-with parameters from some updates ago (param_server/ledger.py), and who comes first is decided by the machines: two runs
-of one command differ.
+A worker computes the whole batch of a step by itself, folded by the tree. It computes the same numbers as any other run
+with these parameters. The server uses gradients in their order of arrival, with one update for each. So `steps` counts
+updates, and every step of the data is used once. With one worker, the run is that of one process, to the bit. With
+several workers, a gradient was computed with parameters from some updates ago (param_server/ledger.py). The order of
+arrival depends on the machines, so two runs of one command differ.
 
-Every process runs the script, with the same loop. Only what its calls do differs:
+Every process runs the script, with the same loop. Its calls act by the role of the process:
 
-    server   a step's number is that of the update. `for batch in step` walks over nothing and waits for a gradient;
-             step.loss is that gradient's; step.update steps; run.evaluate, run.log, checkpoints: as on one process
-    worker   a step's number is the one it was given. step.update steps nothing: it waits for new parameters.
-             step.every(n) is never true, nothing is saved, and with the last step the script is over: what it does
-             behind its loop, the server does
+    server   The number of a step is that of the update. `for batch in step` yields no batches and waits for a gradient;
+             step.loss is that gradient's; step.update steps. run.evaluate, run.log and checkpoints are as on one
+             process.
+    worker   The number of a step is the one that the server assigned. step.update steps no optimizer: it waits for new
+             parameters. step.every(n) is never true, and nothing is saved. The script ends with the last step; the
+             server runs the code after the loop.
 
-Processes form one group when the loop begins. Then they leave it, since a group of torch's does not survive a death,
+Processes form one group when the loop begins. Then they leave it, because a group of torch does not survive a death,
 and exchange messages over links. A worker that dies closes its link: its step is assigned again, and no process waits.
-When the server dies, its workers get the same notice and end. A resume continues from the checkpoint that it saved.
+When the server dies, its workers detect it in the same way and end. A resume continues from the server's checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from unisono.train.step_state import StepState
 
 
 class AsyncServerLoop(SyncLoop):
-    """The loop of processes that meet before it only. In it each trains alone, as far as torch is concerned."""
+    """The loop of asynchronous servers and workers. For torch, each process trains alone in it."""
 
     is_uniform = False
     parts_of_optimizers: AsyncParts
@@ -76,7 +77,7 @@ class AsyncServerLoop(SyncLoop):
 
     def attach(self, context: RunContext) -> None:
         context.state.stages = self.parts_of_optimizers = AsyncParts(self.crew, context.state.tracked)
-        context.progress.bytes_sent = math.nan  # what links carry is not counted
+        context.progress.bytes_sent = math.nan  # traffic over links is not counted
 
     def place(self, model: torch.nn.Module) -> None:
         self.crew.shares.assign(model.parameters())
@@ -93,7 +94,7 @@ class AsyncServerLoop(SyncLoop):
             )
 
     def parts(self, context: RunContext, parts: LoopParts, steps: StepParts) -> StepParts:
-        """Leave torch's group, and return what this process's steps are made of, by its role."""
+        """Leave torch's group, and return the parts of this process's steps, by its role."""
         self._refuse_averages(context)
         links = build_links(self.group, self.crew.servers)
         self.group.barrier()
@@ -136,7 +137,7 @@ class AsyncServerLoop(SyncLoop):
         )
 
     def _refuse_averages(self, context: RunContext) -> None:
-        """With several servers the first one sees the others' parameters now and then."""
+        """Raise LoopError for averaged models. With several servers, the first one often lacks new parameters."""
         placed = {id(p) for model in context.models.modules for p in model.parameters()}
         strange = [m for m in context.state.models.values() if any(id(p) not in placed for p in m.parameters())]
         if strange and self.crew.servers > 1:
@@ -156,9 +157,9 @@ class AsyncServerLoop(SyncLoop):
         return self._given_steps(context, parts, self._worker)
 
     def _given_steps(self, context: RunContext, parts: StepParts, worker: Worker) -> Iterator[Step]:
-        """Yield the steps that the server gives this worker, until the run is over."""
+        """Yield the steps that the server assigns to this worker, until the run is over."""
         self.begin(context, parts)
-        parts.sync.gradient_of(None)  # which parameters train is known before anything comes
+        parts.sync.gradient_of(None)  # the trained parameters have to be known before a message arrives
         worker.begin()
         while True:
             state = StepState(worker.number, parts.checks.order.batch_size(worker.number))
@@ -188,13 +189,13 @@ class AsyncServerLoop(SyncLoop):
         if isinstance(self._server, FirstServer):
             self._server.wake()
 
-    # -- what comes out
+    # -- results
 
     def promise(self, context: RunContext) -> tuple[str, str]:
         bound = self.settings.server.staleness
         late = "by any number of updates" if bound is None else f"by up to {plural(bound, 'update')}"
         return (
-            "sites are part of the mathematics",
+            "depends on the number of sites",
             f"exchange=server with server.staleness={'none' if bound is None else bound} uses gradients as they come, "
             f"late {late}: two runs of one command differ; server.staleness=0 does not",
         )
@@ -205,9 +206,9 @@ class AsyncServerLoop(SyncLoop):
 
 
 class AsyncParts(ServerParts):
-    """Optimizers of which other servers have sent what they hold.
+    """The optimizers of all servers, including the states that other servers have sent.
 
-    shown  by each of them: {name of the optimizer: {number of the parameter: its state}}
+    shown  for each of them, {name of the optimizer: {number of the parameter: its state}}
     """
 
     def __init__(self, crew: RoleGroup, tracked: Mapping[str, Any]) -> None:
@@ -216,7 +217,7 @@ class AsyncParts(ServerParts):
         self.shown: list[dict[str, dict[str, Any]]] = []
 
     def mine(self) -> dict[str, dict[str, Any]]:
-        """Return what this process holds of all that is tracked."""
+        """Return this process's part of all tracked objects."""
         optimizers = {name: o for name, o in self.tracked.items() if isinstance(o, torch.optim.Optimizer)}
         return {name: self.held(o, o.state_dict()) for name, o in optimizers.items()}
 

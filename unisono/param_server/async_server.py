@@ -1,16 +1,16 @@
-"""The servers of an asynchronous run: the first one, and those that follow it (async_run.py).
+"""The servers of an asynchronous run: the first one, and its followers (async_run.py).
 
 With several servers each holds some of the parameters (distributed/roles.py), and the first one decides for all. A
-worker sends each server its part of the gradient, the first one last:
+worker sends each server its part of the gradient. The first server receives its part last:
 
     worker 3  --part of q----------------->  server 1  --"I have 3's step 7"-->  server 0
-              --part of p, loss, buffers-------------------------------------->  all have it: its turn comes
-    server 0  --"use 3's step 7", "give 3 what you have"-->  server 1            it steps p, server 1 steps q
+              --part of p, loss, buffers-------------------------------------->  all servers have the gradient
+    server 0  --"use 3's step 7", "give 3 your parameters"-->  server 1         it steps p, server 1 steps q
               --p, "yours is step 9"-->  worker 3  <--q--  server 1
 
-What the first server sends to a follower arrives in order, so all make the same updates in the same order, and a worker
-gets the same version of each part. The norm to clip by comes from the worker, which has the whole gradient. Before the
-first server evaluates or saves, it gets what the others hold.
+Messages of the first server to a follower arrive in order. So all servers run the same updates in the same order, and a
+worker gets the same version of each part. The norm for clipping comes from the worker, which has the whole gradient.
+Before the first server evaluates or saves, it gets the parameters of the others.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ LOOK_SECONDS = 0.1
 
 
 class ServerRole(Protocol):
-    """What a server does between two updates. `is_first`: whether it decides for all."""
+    """The work of a server between two updates. `is_first`: whether it decides for all servers."""
 
     is_first: bool
     messages: ParameterMessages
 
     def next(self, step: StepState) -> Message:
-        """Return the gradient whose turn it is."""
+        """Return the next gradient to use."""
         ...
 
     def updated(self, step: StepState) -> None:
@@ -88,7 +88,7 @@ class ServerBatches:
         return Assignment((), (0, 0), {})
 
     def rounds(self, step: StepState, assignment: Assignment) -> Rounds:
-        """Return no micro-batches: workers have them."""
+        """Return no micro-batches, because the workers have them."""
         return iter(())
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class ServerBatches:
 
 
 class ServerSync:
-    """Wait for gradients of workers instead of making gradients whole."""
+    """Wait for gradients of workers instead of completing gradients."""
 
     steps_optimizers = True
 
@@ -106,7 +106,7 @@ class ServerSync:
         device = context.device
         self._accelerator = device if device.type != "cpu" else None
         self._key = mix(parts.source.order.seed, UPDATE)
-        self._norm: float | None = None  # of the gradient that is being used, if only its worker knows
+        self._norm: float | None = None  # of the current gradient, if only its worker can compute it
 
     @property
     def group(self) -> ProcessGroup:
@@ -141,7 +141,7 @@ class ServerSync:
         step.sums = step.totals.sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
-        """Clip by the norm that the worker has computed, if it has."""
+        """Clip by the norm that the worker has computed, if there is one."""
         if self._norm is None:
             return self.inner.clip(params, limit)
         if limit is not None:
@@ -155,7 +155,7 @@ class ServerSync:
 
 
 class FirstServer:
-    """The first server: it knows which worker has which step, and whose gradient is used next."""
+    """The first server: it records the step of each worker, and chooses the gradient to use next."""
 
     is_first = True
 
@@ -175,14 +175,14 @@ class FirstServer:
         self.connections = WorkerConnections({rank: links[rank] for rank in crew.workers}, self.followers)
         self.ledger = Ledger(progress.steps_done, progress.last, context.settings.server.staleness)
         self.register()
-        self.workers = set(crew.workers)  # that are there
+        self.workers = set(crew.workers)  # workers that are still connected
         self.lost: list[int] = []
-        self._idle: list[int] = []  # workers for whom there was no step
-        self._new = set(crew.workers)  # workers that have nothing yet
+        self._idle: list[int] = []  # workers for which there was no step
+        self._new = set(crew.workers)  # workers that have no parameters yet
         self._parts: dict[int, Message] = {}  # gradients of which followers may not have their part yet
-        self._have: dict[tuple[int, int], int] = {}  # of a worker's step, the number of followers that have it
-        self._here: dict[int, Message] = {}  # gradients that wait for their turn
-        self._now: int | None = None  # the worker whose gradient is being used
+        self._have: dict[tuple[int, int], int] = {}  # by worker and step, the number of followers that have their part
+        self._here: dict[int, Message] = {}  # complete gradients that wait for their turn
+        self._now: int | None = None  # the worker whose gradient is in use
         self._copies: tuple[int, tuple[dict[str, Any], list[torch.Tensor]]] | None = None
         self._shown: dict[int, Message] = {}
 
@@ -199,7 +199,7 @@ class FirstServer:
         self._give(worker)
 
     def refresh(self, *, states: bool = False) -> list[dict[str, Any]]:
-        """Get the parameters that followers hold, and with `states` return the states of their optimizers."""
+        """Get the parameters of followers, and with `states` return the states of their optimizers."""
         if self.connections.is_over or not self.followers:
             return []
         self._shown = {}
@@ -220,11 +220,11 @@ class FirstServer:
             link.send(about)
 
     def wake(self) -> None:
-        """End a wait for messages: a signal came. Its handler may call this."""
+        """End a wait for messages, because a signal arrived. Its handler may call this."""
         self.connections.notify()
 
     def end(self) -> None:
-        """Tell all processes that the run is over."""
+        """Send all processes the message that the run is over."""
         if not self.connections.is_over:
             with suppress(OSError):
                 self._order({"over": True})
@@ -248,7 +248,7 @@ class FirstServer:
         }
 
     def next(self, step: StepState) -> Message:
-        """Return the gradient whose turn it is; meanwhile give steps to workers."""
+        """Return the next gradient to use. Meanwhile, assign steps to workers."""
         connections, ledger = self.connections, self.ledger
         while (turn := ledger.turn()) is None:
             if self.progress.requests["leave"]:
@@ -290,7 +290,7 @@ class FirstServer:
             raise lost(message.worker)
 
     def _arrive(self, worker: int, number: int) -> None:
-        """Note that a server has its part of a gradient; once all have it, it waits for its turn."""
+        """Record that a server has its part of a gradient. Once all servers have their parts, it waits for its turn."""
         message = self._parts.get(worker)
         if message is None or self._have.get((worker, number), 0) < len(self.followers):
             return
@@ -302,7 +302,7 @@ class FirstServer:
             self._give(worker)
 
     def _part_with(self, worker: int, *, died: bool) -> None:
-        if worker not in self.workers:  # it has said so itself
+        if worker not in self.workers:  # it has left by itself
             return
         self.workers.remove(worker)
         again = self.ledger.lose(worker)
@@ -319,7 +319,7 @@ class FirstServer:
             self._give(worker)
 
     def _give(self, worker: int) -> None:
-        """Give a worker new parameters and the next step, if there is one; otherwise it waits for either."""
+        """Send a worker new parameters and the next step, if there is one. Otherwise it waits for either."""
         if worker not in self.workers:
             return
         number = self.ledger.hand(worker, time.monotonic())
@@ -334,7 +334,7 @@ class FirstServer:
         self.connections.answer(Message(worker, {**about, **more}, tensors))
 
     def _copy(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Return what a worker gets: one copy for all that it is sent to between the same two updates."""
+        """Return the message for a worker: one copy for all workers that get it between the same two updates."""
         if everything:
             return self.messages.packed(everything=True)
         if self._copies is None or self._copies[0] != self.ledger.version:
@@ -352,7 +352,7 @@ class FirstServer:
 
 
 class Follower:
-    """Another server: it does what the first one says, with what it holds."""
+    """Another server: it follows the orders of the first server, with its part of the parameters."""
 
     is_first = False
 
@@ -363,7 +363,7 @@ class Follower:
         messages: ParameterMessages,
         states: Callable[[], dict[str, Any]],
     ) -> None:
-        """`states` returns the states of optimizers that this process holds."""
+        """`states` returns the states of optimizers on this process."""
         self.crew, self.messages, self._first, self._states = crew, messages, links[0], states
         self.connections = WorkerConnections({rank: links[rank] for rank in crew.workers}, {0: links[0]})
         self._here: dict[int, Message] = {}
@@ -373,16 +373,16 @@ class Follower:
         """Do nothing: the first server keeps the ledger."""
 
     def next(self, step: StepState) -> Message:
-        """Return the gradient that the first server says is next."""
+        """Return the gradient that the first server chooses."""
         while (message := self._obey()) is None:
             pass
         return message
 
     def updated(self, step: StepState) -> None:
-        """Do nothing: the first server decides what comes next."""
+        """Do nothing: the first server gives the next order."""
 
     def end(self) -> None:
-        """All updates are made: the first server still gets what was made of them."""
+        """Follow orders after the last update, until the first server has the results."""
         while self._is_open:
             self._obey()
 
@@ -392,7 +392,7 @@ class Follower:
         self.connections.close()
 
     def _obey(self) -> Message | None:
-        """Wait for the next message, and do what it says; returns the gradient to use, if it says so."""
+        """Wait for the next message, and follow its order. Return the gradient to use, if the message names one."""
         with wrap_peer_errors("The next update"):
             message = self.connections.receive(None)
             if message is None:
@@ -406,7 +406,7 @@ class Follower:
             if "use" in about:
                 return self._here.pop(about["use"])
             if "give" in about:
-                self._here.pop(about["give"], None)  # it came too late
+                self._here.pop(about["give"], None)  # it arrived too late
                 self.connections.answer(Message(about["give"], *self.messages.packed(everything=about["everything"])))
             elif "show" in about:
                 packed, tensors = self.messages.packed(everything=False)

@@ -19,7 +19,7 @@ from unisono.train.step_state import StepState
 
 
 def refuse_passes(optimizers: Sequence[Any] | None) -> None:
-    """Raise LoopError for a pass over some parameters: a step is one gradient here."""
+    """Raise LoopError for a pass over some parameters. A step has only one gradient here."""
     if optimizers is not None:
         raise LoopError(
             "step.over is not possible with asynchronous servers.",
@@ -29,10 +29,10 @@ def refuse_passes(optimizers: Sequence[Any] | None) -> None:
 
 
 class Worker:
-    """The links of a worker to its servers, and the step that it was given.
+    """The links of a worker to its servers, and its current step.
 
-    number   of that step
-    version  updates that are in its parameters
+    number   the number of that step
+    version  the number of updates in its parameters
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Worker:
         parts.source.follow(self._numbers())
 
     def begin(self) -> None:
-        """Ask for the first step. Which parameters train is known already."""
+        """Request the first step. The trained parameters are known already."""
         with wrap_peer_errors("The first step"):
             for link in self.links.values():
                 link.send({"hello": True})
@@ -55,7 +55,7 @@ class Worker:
             yield self.number
 
     def pull(self, step: StepState | None = None) -> None:
-        """Receive new parameters, and the next step. Raises RunStopped when the run is over."""
+        """Receive new parameters, and the next step. Raise RunStopped when the run is over."""
         with wrap_peer_errors("A pull of new parameters"):
             for server, link in self.links.items():
                 about, tensors = link.receive()
@@ -68,7 +68,7 @@ class Worker:
         self.messages.mark()
 
     def push(self, gradient: GradientPass, about: Mapping[str, Any]) -> None:
-        """Send a gradient to the servers, to the first one last: then all have it."""
+        """Send a gradient to the servers, to the first one last: then all servers have it."""
         with wrap_peer_errors(f"Step {about['push']}'s push"):
             for server in reversed(list(self.links)):
                 described, tensors = self.messages.pushed(gradient, server)
@@ -80,14 +80,14 @@ class Worker:
         return self.links[0].has_word()
 
     def close(self) -> None:
-        """Tell the servers that this worker leaves, and close its links."""
+        """Send the servers the message that this worker leaves, and close its links."""
         for link in self.links.values():
             link.tell({"bye": True})
             link.close()
 
 
 class WorkerBatches:
-    """The micro-batches of the step that a worker was given."""
+    """The micro-batches of the step that the server assigned to a worker."""
 
     def __init__(self, source: BatchSource, worker: Worker) -> None:
         self.source, self.worker = source, worker
@@ -113,7 +113,7 @@ class WorkerBatches:
 
 
 class WorkerSync:
-    """Make a worker's gradient whole, which it computes by itself, and send it to the servers."""
+    """Complete a worker's gradient, which it computes by itself, and send it to the servers."""
 
     steps_optimizers = False
 

@@ -4,7 +4,7 @@
            <-- new parameters, "yours is step 9" ---  thread  <---  outbox <---
 
 A thread waits for its worker's message, then for the loop's answer, and so on in turn. So a worker that hangs blocks
-one thread only, and an answer travels while the loop continues.
+one thread only, and an answer is sent while the loop continues.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import torch
 from unisono.param_server.tcp_link import TcpLink
 
 LINGER_SECONDS = 2.0
-"""Time that the server gives workers to learn that the run is over, before it closes its links. They check between two
+"""Seconds between the message that the run is over and the end of the links. Workers check for messages between two
 micro-batches."""
 
 
 class Message(NamedTuple):
-    """A message from a worker, or for it. An empty `about`: the worker is gone."""
+    """A message from a worker, or to it. An empty `about`: the worker is gone."""
 
     worker: int
     about: Mapping[str, Any]
@@ -34,16 +34,16 @@ class Message(NamedTuple):
 
 
 class WorkerConnections:
-    """Receive messages of all workers, and answer each.
+    """Receive messages of all workers, and answer each one.
 
-    links    to every worker, by rank
-    others   to other servers: their messages are no requests, and need no answer
-    is_over  whether workers were notified that the run is over
+    links    the links to every worker, by rank
+    others   the links to other servers. Their messages are no requests, and need no answer
+    is_over  whether workers have received the message that the run is over
     """
 
     def __init__(self, links: Mapping[int, TcpLink], others: Mapping[int, TcpLink] = MappingProxyType({})) -> None:
         self.links, self.others = links, others
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # a signal may put something in
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # a signal handler may put something in
         self._outboxes: dict[int, queue.SimpleQueue[Message | None]] = {rank: queue.SimpleQueue() for rank in links}
         self.is_over = False
         self._threads = [
@@ -58,14 +58,14 @@ class WorkerConnections:
             thread.start()
 
     def receive(self, seconds: float | None) -> Message | None:
-        """Return the next message; None: `notify` was called, or none has come for so many seconds."""
+        """Return the next message. Return None after a call of `notify`, or if none arrives within `seconds`."""
         try:
             return self._inbox.get(timeout=seconds)
         except queue.Empty:
             return None
 
     def notify(self) -> None:
-        """End a `receive` that waits. A signal's handler may call it."""
+        """End a `receive` that waits. A signal handler may call it."""
         self._inbox.put(None)
 
     def answer(self, message: Message) -> None:
@@ -73,7 +73,7 @@ class WorkerConnections:
         self._outboxes[message.worker].put(message)
 
     def finish(self) -> None:
-        """Tell all workers that the run is over. The links stay: a worker may still be computing."""
+        """Send all workers the message that the run is over. The links stay: a worker may still be computing."""
         if not self.is_over:
             self.is_over = True
             for rank, link in self.links.items():
@@ -103,7 +103,7 @@ class WorkerConnections:
                     return
                 answer = self._outboxes[rank].get() or Message(rank, {"over": True})
                 link.send(answer.about, answer.tensors)
-        except (OSError, ValueError):  # it is gone, or its message was cut off
+        except (OSError, ValueError):  # the worker is gone, or its message was cut off
             self._inbox.put(Message(rank, {}))
 
     def _listen(self, rank: int, link: TcpLink) -> None:

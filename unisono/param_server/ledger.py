@@ -1,25 +1,26 @@
-"""The ledger of asynchronous training: which worker has which step, and whose gradient is used next. Numbers only.
+"""The ledger of asynchronous training: the step of each worker, and the next gradient to use. Numbers only.
 
-Every step of the run is computed once and counts once, whoever asks for work first:
+Every step of the run is computed once and counts once, in whatever order the workers request steps:
 
     worker 1   [ step 0 ][ step 2        ][ step 5 ]
-    worker 2   [ step 1            ][ step 4  ] died: step 4 is handed out again
+    worker 2   [ step 1            ][ step 4  ] died: step 4 is assigned again
     worker 3   [ step 3 ]...                      [ step 4 ]
     updates             0  1   2      3
 
-A gradient is *late* by as many updates as were made between the parameters it was computed with and its own. With a
-bound none is later than that. Ho et al. ("More effective distributed ML via a stale synchronous parallel parameter
-server", NIPS 2013) let fast workers wait for slow ones, and count how many steps a worker is ahead; here it is the
-updates that are counted, since they are what a gradient misses. A gradient that is here waits while, were it used now,
-an older one could come too late:
+The *lateness* of a gradient is the number of updates between the parameters with which it was computed and its own
+update. With a bound, no gradient is later than the bound. Ho et al. ("More effective distributed ML via a stale
+synchronous parallel parameter server", NIPS 2013) let fast workers wait for slow ones, and count how many steps a
+worker is ahead. The ledger counts updates instead, because a gradient misses updates and not steps. A gradient that has
+arrived waits if its use could make an older gradient too late:
 
-    let v1 <= v2 <= ... be the versions that the gradients under way have, and n the updates made. If they are used in
-    this order, number i is late by n + i - 1 - vi. That none exceeds the bound is true when one is handed out (at most
-    bound + 1 are under way), stays true when the oldest is used, and is looked at before a newer one is.
+    let v1 <= v2 <= ... be the versions of the outstanding gradients, and n the number of updates. If the gradients are
+    used in this order, the lateness of number i is n + i - 1 - vi. No lateness exceeds the bound when a step is
+    assigned (at most bound + 1 are outstanding). This remains true when the oldest gradient is used, and is checked
+    before a newer one is used.
 
-A worker that holds up the others for much longer than a gradient takes is overtaken: its step is handed out again, and
-what it sends in the end is dropped. So a worker that hangs does not stop the run, neither under a bound nor when its
-step is the last one missing.
+A worker that holds up the others for much longer than a gradient usually takes is overtaken: its step is assigned
+again, and its late gradient is dropped. So a worker that hangs does not stop the run, neither under a bound nor when
+its step is the last missing one.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ LEAST_SECONDS = 0.5
 
 @dataclass
 class OutstandingWork:
-    """A step that was handed out to a worker."""
+    """A step that is assigned to a worker."""
 
     number: int
-    version: int  # updates that were in its parameters
+    version: int  # number of updates in its parameters
     since: float  # seconds, of any clock
-    here: bool = False  # its gradient has come
+    here: bool = False  # whether its gradient has arrived
 
 
 class Ledger:
-    """Steps `first` to `last` - 1, when `first` updates were made.
+    """The steps `first` to `last` - 1, after `first` updates.
 
-    version  updates made
-    late     by how much the gradients that were used were late, in all; `latest`, at most
-    again    steps that were handed out a second time; `dropped`: gradients that came after that
+    version  number of updates
+    late     total lateness of the used gradients; `latest`: the largest one
+    again    number of steps that were assigned a second time; `dropped`: gradients that arrived after that
     """
 
     def __init__(self, first: int, last: int, bound: int | None) -> None:
@@ -61,20 +62,20 @@ class Ledger:
         self.version = first
         self.late = self.latest = self.again = self.dropped = 0
         self.out: dict[int, OutstandingWork] = {}
-        self._done: set[int] = set()  # of those from `_begin` on
+        self._done: set[int] = set()  # of the steps from `_begin` on
         self._begin = self._next = first
         self._back: list[int] = []
-        self._arrived: list[int] = []  # workers, in the order in which their gradients came
+        self._arrived: list[int] = []  # workers, in the order in which their gradients arrived
         self._took: deque[float] = deque(maxlen=99)
 
     @property
     def is_over(self) -> bool:
         return self.version >= self.last
 
-    # -- what workers do
+    # -- events of workers
 
     def hand(self, worker: int, now: float) -> int | None:
-        """Return the next step for a worker; None: there is none for it now."""
+        """Return the next step for a worker, or None if there is none now."""
         assert worker not in self.out
         if self._back:
             number = heapq.heappop(self._back)
@@ -88,7 +89,7 @@ class Ledger:
         return number
 
     def arrive(self, worker: int, number: int, now: float) -> bool:
-        """Record that a worker's gradient has come. Returns whether it is used."""
+        """Record that a worker's gradient has arrived. Return whether it is used."""
         out = self.out.get(worker)
         if out is None or out.number != number:
             self.dropped += 1
@@ -99,7 +100,7 @@ class Ledger:
         return True
 
     def lose(self, worker: int) -> int | None:
-        """Record that a worker is gone. Returns its step if that is handed out again, else None."""
+        """Record that a worker is gone. Return its step if that is assigned again, else None."""
         out = self.out.get(worker)
         if out is None or out.here:
             return None
@@ -109,7 +110,7 @@ class Ledger:
         return out.number
 
     def overtake(self, now: float, *, idle: bool) -> list[int]:
-        """Return workers that have held up the others for too long; their steps are handed out again.
+        """Return workers that have held up the others for too long. Their steps are assigned again.
 
         Args:
             now: seconds, of the clock of `hand`.
@@ -123,21 +124,21 @@ class Ledger:
             self.lose(worker)
         return found
 
-    # -- what the server does
+    # -- events of the server
 
     def turn(self) -> int | None:
-        """Return the worker whose gradient is used next: the first that came, among those that may be used; or None."""
+        """Return the worker whose gradient is used next: the first to arrive of those that may be used; or None."""
         return next((worker for worker in self._arrived if self._may(self.out[worker])), None)
 
     def _may(self, out: OutstandingWork) -> bool:
-        """Return whether all older gradients could still come in time if this one was used now."""
+        """Return whether all older gradients could still arrive in time if this one is used now."""
         if self.bound is None:
             return True
         older = sorted(other.version for other in self.out.values() if other.version < out.version)
         return all(self.version + i - version <= self.bound for i, version in enumerate(older, 1))
 
     def use(self, worker: int) -> None:
-        """Record that an update was made with a worker's gradient."""
+        """Record an update with a worker's gradient."""
         out = self.out.pop(worker)
         self._arrived.remove(worker)
         late = self.version - out.version
@@ -155,7 +156,7 @@ class Ledger:
         return {"updates": self.version, "begin": self._begin, "done": sorted(self._done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. A state that another exchange has carried through other steps since is ignored."""
+        """Continue from this state, unless it is out of date because the run has used another exchange since."""
         if state["updates"] == self.version:
             self._begin = self._next = state["begin"]
             self._done = set(state["done"])

@@ -1,9 +1,9 @@
 """The messages between servers and workers of an asynchronous run: gradients, and parameters and buffers in return.
 
 Parameters are identified by their number in the run's models, buffers by their position, on all processes alike.
-Parameters that train travel to and from the server that holds them. Buffers that a forward pass changes (batch norm's
-statistics) are those of the worker that sends: the first server takes them with the gradient, as the newest, and sends
-them on. So with several workers they follow fewer steps than were made.
+Trained parameters are sent to and from the server that holds them. Buffers that a forward pass changes (batch norm's
+statistics) come from the worker: the first server receives them with the gradient, and sends the newest ones to other
+workers. So with several workers these buffers reflect fewer steps than the run has done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ParameterMessages:
     def __init__(self, models: Models, crew: RoleGroup) -> None:
         self.models, self.crew = models, crew
         crew.shares.assign(models.params)
-        self._marks: dict[int, Mark] = {}  # what buffers were when they came
+        self._marks: dict[int, Mark] = {}  # the marks of buffers when they arrived
         self._moved: set[int] = set()  # buffers that a forward pass changes
 
     def _slots(self) -> list[BufferSlot]:
@@ -39,9 +39,9 @@ class ParameterMessages:
     # -- parameters and buffers, from a server
 
     def packed(self, *, everything: bool) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Return copies of the parameters that train and are held here, and of the buffers that change.
+        """Return copies of the trained parameters that are held here, and of the buffers that change.
 
-        `everything`: of all parameters and buffers, for a worker that has nothing yet.
+        `everything`: all parameters and buffers, for a worker that has none yet.
         """
         params = [(i, p) for i, p in self._held_by(self.crew.rank) if p.requires_grad or everything]
         first = self.crew.rank == 0
@@ -53,7 +53,7 @@ class ParameterMessages:
         return about, [tensor.detach().to("cpu", copy=True) for _, tensor in [*params, *held]]
 
     def unpack(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Copy what a server has sent into the models."""
+        """Copy the tensors that a server has sent into the models."""
         numbers, count = about["params"], len(self.models.params)
         if numbers and numbers[-1] >= count:
             raise self._grown(max(numbers) + 1, count)
@@ -63,7 +63,7 @@ class ParameterMessages:
         self._take_buffers(about["buffers"], tensors[len(numbers) :])
 
     def mark(self) -> None:
-        """Remember the buffers: what changes from now on was changed by a forward pass."""
+        """Save marks of the buffers: changes from now on come from a forward pass."""
         self._marks = {i: slot.look() for i, slot in enumerate(self._slots())}
 
     def _held_by(self, server: int) -> list[tuple[int, torch.nn.Parameter]]:
@@ -83,8 +83,7 @@ class ParameterMessages:
     # -- gradients and buffers, from a worker
 
     def pushed(self, gradient: GradientPass, server: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Return the part of a gradient that a server holds; for the first server, also the buffers that have
-        changed."""
+        """Return the part of a gradient that a server holds. For the first server, also return the changed buffers."""
         ours = set(map(id, gradient.params))
         grads = [(i, p.grad) for i, p in self._held_by(server) if id(p) in ours and p.grad is not None]
         slots = self._slots() if server == 0 else []
@@ -95,7 +94,7 @@ class ParameterMessages:
         return about, [*dense, *(b for _, b in held)]
 
     def take(self, gradient: GradientPass, about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-        """Set p.grad, and buffers, to what a worker has sent."""
+        """Set p.grad, and buffers, to the values that a worker has sent."""
         numbers, params = about["grads"], self.models.params
         if numbers and max(numbers) >= len(params):
             raise self._grown(len(params), max(numbers) + 1)

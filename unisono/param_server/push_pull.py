@@ -1,12 +1,13 @@
-"""Parameter servers, in step with each other: workers push gradients and pull parameters; servers have the optimizer.
+"""Synchronous parameter servers: workers push gradients and pull parameters; servers have the optimizer.
 
-Some processes compute nothing (distributed/roles.py). They share the parameters, whole ones, and of its own each makes
-the mean gradient, steps the optimizer, and hands out what came of it. Two workers, two servers, parameters p and q:
+Servers compute no gradients (distributed/roles.py). They divide the parameters among themselves, whole ones. Each
+server adds up the mean gradient of its parameters, steps the optimizer, and sends the new parameters. Two workers, two
+servers, parameters p and q:
 
     worker 2  v0 .. v3  --push: its partial sums of p------->  server 0  ((v0..v3) + (v4..v7)) / weight = p.grad
                         --push: ... of q-------.     .------>            optimizer.step: p
     worker 3  v4 .. v7  --push: ... of p-------|-----'
-                        --push: ... of q-------'------------>  server 1  the same of q
+                        --push: ... of q-------'------------>  server 1  the same for q
 
               p         <--pull: after the update------------  server 0  (to the other servers as well)
               q         <--pull-----------------------------   server 1
@@ -15,15 +16,15 @@ Virtual ranks are assigned to the workers only. Workers send the partial sums of
 bucket, while the last backward still runs. A server adds them up in the order of the tree, in whatever order they
 arrive. So the bits are those of exchange=tree, on any number of workers and servers.
 
-The gradient is where the optimizer is: after the rounds `p.grad` is the mean gradient on the server that holds p, and
-None elsewhere, and torch's optimizers pass over a parameter without a gradient. So a worker's `optimizer.step()` does
-nothing and keeps no state; the pull gives it the new parameters when the gradient is given back (`zero`).
+The gradient is on the process with the optimizer: after the rounds `p.grad` is the mean gradient on the server that
+holds p, and None elsewhere. torch's optimizers skip a parameter without a gradient. So a worker's `optimizer.step()`
+does nothing and keeps no state. The pull sends it the new parameters when the gradient is released (`zero`).
 
 Traffic, for workers that hold r partial sums each: a server receives its share of r gradients from every worker, and
-sends its share of the model to everybody. With W workers, one server's line carries W (r + 1) models a step, where an
-all-reduce needs 2 (W - 1) / W on each line. Several servers share that; still nobody should expect a server in step to
-be faster. What it is for: one place that has the optimizer's state, and the modes without steps in common
-(param_server/async_run.py).
+sends its share of the model to all processes. With W workers, the connection of a single server carries W (r + 1)
+models a step; an all-reduce needs 2 (W - 1) / W on each connection. Several servers share that traffic, but synchronous
+servers are still not faster. They have another purpose: one place for the state of the optimizer, and asynchronous
+training (param_server/async_run.py).
 """
 
 from __future__ import annotations
@@ -47,20 +48,20 @@ from unisono.tensors.spec import TensorSpec
 
 
 class ParameterServerExchange(TreeExchange):
-    """In a crew, push and pull. A process by itself is its own server: then this is the tree."""
+    """Push and pull among servers and workers. A process by itself is its own server: then it uses the tree."""
 
     promise = "exact"
     reason = "servers add the gradients of the virtual ranks in one fixed tree, wherever they were computed"
 
     _stepped = False
-    """Is there a gradient that optimizers have had a chance to use? Then parameters may have changed."""
+    """Whether optimizers may have used a gradient, and so may have changed parameters."""
 
     @property
     def crew(self) -> RoleGroup | None:
         return self.group if isinstance(self.group, RoleGroup) else None
 
     def _build_layout(self) -> BucketLayout:
-        """Buckets that one server holds whole."""
+        """Build buckets that one server holds as a whole."""
         if self.crew is None:
             return super()._build_layout()
         holders = [self.crew.shares.of(p) for p in self.params]
@@ -105,7 +106,7 @@ class ParameterServerExchange(TreeExchange):
         super().close()
 
     def _pull(self, crew: RoleGroup) -> None:
-        """Each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
+        """Send each bucket's parameters, as bytes: a parameter may have another dtype than its gradient."""
         sends: list[Message] = []
         receives: list[Message] = []
         theirs: list[tuple[list[torch.nn.Parameter], FlatTensors]] = []
@@ -125,15 +126,15 @@ class ParameterServerExchange(TreeExchange):
 
 
 class _PendingPush(NamedTuple):
-    """A bucket whose partial sums are on their way to this server."""
+    """A bucket whose partial sums are being sent to this server."""
 
     parts: Sequence[torch.Tensor]  # in the order of the plan's arrivals
-    total: torch.Tensor  # where their sum goes
+    total: torch.Tensor  # the memory for their sum
     works: list[Work]
 
 
 class PushTransport:
-    """The messages of every bucket for one placement: from each worker to the server that holds it, which adds up."""
+    """The messages of every bucket for one placement: each worker sends to the server that holds the bucket."""
 
     def __init__(self, plan: Plan, layout: BucketLayout, crew: RoleGroup, holders: Sequence[int]) -> None:
         self.layout, self.crew, self.holders = layout, crew, holders
@@ -143,7 +144,7 @@ class PushTransport:
     def follow(self, plan: Plan) -> None:
         """Use another plan of partial sums from now on."""
         self.plan, layout, crew = plan, self.layout, self.crew
-        self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of the partial sums, in order
+        self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of partial sums, in order
         self.additions = plan.additions()
         held = [b for b, holder in zip(layout.buckets, self.holders, strict=True) if holder == crew.rank]
         for number, b in enumerate(held):
@@ -154,12 +155,12 @@ class PushTransport:
     def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
         """Begin a step. The weights are not needed: all processes have them when the step divides."""
         self.works: list[Work] = []
-        self.kept: list[torch.Tensor] = []  # until it is sent
+        self.kept: list[torch.Tensor] = []  # tensors that are still being sent
         self.coming: deque[_PendingPush] = deque()
         self.count = 0
 
     def prepare(self, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
-        """Set the partial sums of this process, and where their sum is gathered, before the first `send` of a step."""
+        """Set the partial sums of this process, and the memory for their sum, before the first `send` of a step."""
         self.roots, self.result = roots, result
 
     def send(self, bucket: int) -> None:
@@ -167,7 +168,7 @@ class PushTransport:
         roots, result = self.roots, self.result
         about, holder = self.layout.buckets[bucket], self.holders[bucket]
         if holder != self.crew.rank:
-            # .data has a version of its own; a partial sum of nothing is zeros
+            # .data has a version counter of its own; a partial sum of no virtual rank is zeros
             parts = [torch.zeros_like(result.flats[bucket]) if r is None else r.flats[bucket].data for r in roots]
             self.kept += parts
             self.works += self.crew.send_and_receive([Message(part, holder) for part in parts], [])
@@ -182,14 +183,14 @@ class PushTransport:
         self.coming.append(_PendingPush(parts, result.flats[bucket].data, works))
 
     def finish(self) -> None:
-        """Wait until everything is sent, and add up what this server holds."""
+        """Wait until all messages are sent, and add up the buckets of this server."""
         while self.coming:
             self._add_up(self.coming.popleft())
         wait_for(self.works)
         self.works, self.kept = [], []
 
     def _add_up(self, pushed: _PendingPush) -> None:
-        """In the tree's order, a block at a time, while that is in the processor's cache."""
+        """Add in the tree's order, one block at a time, while the block is in the processor's cache."""
         wait_for(pushed.works)
         for stretch in blocks(pushed.total):
             block = [part[stretch] for part in pushed.parts]

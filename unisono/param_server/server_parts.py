@@ -13,16 +13,16 @@ from unisono.train.pipelining.stage_state import LocalPart, gather_states
 
 
 class ServerParts:
-    """Optimizers whose state is on several servers: gather it to save it, and divide it when it is loaded."""
+    """Optimizers whose state is on several servers: gather the state to save it, and divide it to load it."""
 
     speaks = True
-    """No other process has what a server has."""
+    """No other process has the state of a server."""
 
     def __init__(self, crew: RoleGroup) -> None:
         self.crew = crew
 
     def whole(self, thing: Any, state: Any, shelf: LocalPart | None = None) -> Any:
-        """Return, on the main process, each parameter's state from its server; with a shelf, it stays there."""
+        """Return, on the main process, each parameter's state from its server. With a shelf, each state stays there."""
         if not isinstance(thing, torch.optim.Optimizer) or self.crew.servers == 1:
             return state
         return self.together(state, gather_states(self.crew, self.held(thing, state), shelf))
@@ -50,7 +50,7 @@ class ServerParts:
 
 
 def refuse_foreign(things: Iterable[Any], servers: int) -> None:
-    """Raise LoopError for an optimizer that does not inherit from torch's: its state has a form of its own."""
+    """Raise LoopError for an optimizer that does not inherit from torch's, because its state has another form."""
     for thing in things:
         if servers > 1 and hasattr(thing, "param_groups") and not isinstance(thing, torch.optim.Optimizer):
             raise LoopError(

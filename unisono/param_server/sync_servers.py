@@ -1,9 +1,9 @@
-"""The loop with synchronous parameter servers (exchange=server, server.staleness=0): what differs from other loops.
+"""The loop with synchronous parameter servers (exchange=server, server.staleness=0): its differences from other loops.
 
-Every process runs the script and meets the others in every step. Virtual ranks are assigned to the workers only, and a
-gradient is where its parameter is (param_server/push_pull.py). So the gradient's norm is assembled from rows, each
-computed by the server that has it, and a checkpoint's optimizer from what each server has of it. Both are as in one
-process, on any number of servers.
+Every process runs the script, and all processes synchronize in every step. Virtual ranks are assigned to the workers
+only, and a gradient is on the server of its parameter (param_server/push_pull.py). So the gradient's norm is assembled
+from rows, each computed by the server that has it. In the same way a checkpoint's optimizer is assembled from the parts
+of the servers. Both are as in one process, on any number of servers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose_server_loop(settings: Settings, group: ProcessGroup) -> SyncLoop:
 
 
 class SyncServerLoop(SyncLoop):
-    """The loop of servers and workers that make every step together."""
+    """The loop of servers and workers that run every step together."""
 
     is_uniform = False
 
@@ -59,7 +59,7 @@ class SyncServerLoop(SyncLoop):
         return ServerGradientSync(*arguments, **more)
 
     def result(self) -> Mapping[str, Any]:
-        """Workers have the same weights; the state of an optimizer is on its server only."""
+        """Return entries of result.json. Workers have the same weights; the state of an optimizer is on its server."""
         return {"servers": self.crew.servers, "survival": "checkpoint"}
 
 

@@ -1,14 +1,14 @@
-"""Links: connections between two processes each, which break one by one.
+"""Links: connections between two processes each, which fail independently of each other.
 
 When a process of a torch group dies, the collectives of the others fail. Processes that continue without it use links
 instead. A message is one line of JSON, and tensors:
 
     | 8 bytes: length of the JSON | {"push": 17, ..., "tensors": [["float32", [128, 64]], ...]} | tensors |
 
-Tensors are laid out as tensors/flat.py draws it.
+Tensors have the layout of tensors/flat.py.
 
-Nothing that arrives is unpickled. When a process dies, in whatever way, the operating system closes its connections. A
-process that hangs keeps them, and only its peer waits for it. A host that vanishes is noticed after half a minute (TCP
+Nothing that arrives is unpickled. When a process dies for any reason, the operating system closes its connections. A
+process that hangs keeps them, and only its peer waits for it. A lost host is detected after half a minute (TCP
 keepalive).
 """
 
@@ -36,10 +36,10 @@ from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
 from unisono.tensors.spec import TensorSpec
 
 MEET_SECONDS = 60.0
-"""The time that connecting may take, once all processes are there."""
+"""Time limit for connecting, once all processes have started, in seconds."""
 
 TRY_SECONDS = 3.0
-"""The time that connecting to one of several addresses of a host may take."""
+"""Time limit for connecting to one of several addresses of a host, in seconds."""
 
 _head = struct.Struct("!Q")
 _GREETING = struct.Struct("!64sI")  # the server's key, and the rank of the process that connects
@@ -59,7 +59,7 @@ class TcpLink:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        """Send what JSON carries, and tensors. Raises ConnectionError if the other process is gone."""
+        """Send a JSON object, and tensors. Raises ConnectionError if the other process is gone."""
         with self._sending:
             self._socket.sendall(_packed(about, tensors))
 
@@ -80,11 +80,11 @@ class TcpLink:
         return about, FlatTensors(specs, self._read(size_of(specs))).views()
 
     def has_word(self) -> bool:
-        """Return whether a message is here, or the other process is gone."""
+        """Return whether a message has arrived, or the other process is gone."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def close(self) -> None:
-        """Close the connection, which ends every wait on either end. Closing twice changes nothing."""
+        """Close the connection, which ends every wait on either end. A second call has no effect."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -104,7 +104,7 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
     """Return a message as bytes."""
     specs = [TensorSpec.of(tensor) for tensor in tensors]
     header = json.dumps({**about, "tensors": specs}).encode()
-    header += b" " * (-(_head.size + len(header)) % ALIGNMENT)  # the tensors begin where their dtypes may
+    header += b" " * (-(_head.size + len(header)) % ALIGNMENT)  # the tensors begin at an aligned offset
     start = _head.size + len(header)
     message = torch.empty(start + size_of(specs), dtype=torch.uint8)
     view = memoryview(message.numpy().data)
@@ -117,10 +117,10 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
 
 
 def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
-    """Connect servers and workers; all processes of the group call this.
+    """Connect servers and workers. All processes of the group call this.
 
-    Servers listen, on this host alone if all processes are here, and accept a connection with the key that was sent to
-    the group only.
+    Servers listen only on this host if all processes are on it. They accept a connection with the key, which they
+    send only to the group.
 
     Returns:
         {rank: link}. The first server has links to all processes, another server to the first one and every worker, a

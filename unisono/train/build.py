@@ -1,4 +1,4 @@
-"""Build the training loop of `run.steps`: check its arguments, and construct what steps are made of."""
+"""Build the training loop of `run.steps`: check its arguments, and construct the parts of a step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def total_steps(context: RunContext, data: Any) -> int:
 
 
 def read_lengths(context: RunContext, data: Any) -> None:
-    """Count the samples of a Stream. That may take a while, so a line says it."""
+    """Count the samples of a Stream. Print a line first, because that may take a while."""
     if isinstance(data, Stream):
         if data.counts is None:
             context.monitor.note(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
@@ -66,11 +66,11 @@ def build_loop(
     collate: Collate | None,
     exchange: Build | None,
 ) -> Iterator[Step]:
-    """Build the loop of a run over a data set, from where the run stands to its end. All processes call this.
+    """Build the loop of a run over a data set, from the run's current step to its end. All processes call this.
 
     Args:
-        context: of the run.
-        loop: how the processes make steps.
+        context: the context of the run.
+        loop: the loop type, which the exchange chooses.
         data: a map-style data set, a Stream, or None.
         last: returns the number of steps of the whole run over a data set.
         shuffle: whether every epoch has another order.
@@ -135,7 +135,7 @@ def _indices(settings: Settings) -> IndexDataset:
 
 
 def _check_identity(context: RunContext, data: Any, length: int, custom: CustomExchange | None) -> None:
-    """Record what the bits of the run depend on, and compare it with the run that is resumed."""
+    """Record the facts on which the bits of the run depend, and compare them with those of the resumed run."""
     identity, state, progress = context.identity, context.state, context.progress
     identity["length"] = data.shape if isinstance(data, Stream) else length
     identity["ties"] = context.models.ties or "none"
@@ -146,7 +146,7 @@ def _check_identity(context: RunContext, data: Any, length: int, custom: CustomE
 
 
 def shell_path(path: Path, folder: str) -> str:
-    """Return a path as one types it in a folder."""
+    """Return a path as a user types it in a folder."""
     within = path.is_relative_to(folder)
     return shlex.quote(str(path.relative_to(folder) if within else path))
 
@@ -166,7 +166,7 @@ def _order(settings: Settings, data: Any, *, shuffle: bool) -> BatchOrder:
 
 
 def _slot(loop: SyncLoop, settings: Settings, mesh: Mesh) -> tuple[Slot, Schedule]:
-    """Return which span this process computes, and the spans of all. Processes that share layers take turns in one."""
+    """Return the span of this process, and the spans of all. Processes that share layers compute one span in turns."""
     slot, line = Slot(mesh.data.rank), mesh.data
     if mesh.shard.size > 1 and settings.parallel.reshard == "layer":
         slot, line = Slot(mesh.replicate.rank, mesh.shard.rank, mesh.shard.size), mesh.replicate

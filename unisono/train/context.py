@@ -1,4 +1,4 @@
-"""The context of a run: the objects that its parts share. `Run` holds it and hands it down; nothing reaches up."""
+"""The context of a run: the objects that its parts share. `Run` passes it down; no part refers to `Run`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LoopParts:
-    """What an extension may watch of a loop: its micro-batches, its gradients, its checks."""
+    """The parts of a loop that an extension may observe: its micro-batches, its gradients, its checks."""
 
     source: BatchSource
     sync: GradientSync
@@ -43,9 +43,9 @@ class LoopParts:
 
 
 class RunLoop(Protocol):
-    """How the processes of a run make its steps: one object for each run, chosen by its exchange (train/loop.py).
+    """The type of loop that runs the steps: one object for each run, chosen by its exchange (train/loop.py).
 
-    group        all processes of the run; it tells their ranks
+    group        all processes of the run, with their ranks
     training     the processes whose mesh trains together
     is_uniform   whether all processes have the same role
     saves        whether this process takes part in checkpoints
@@ -57,7 +57,7 @@ class RunLoop(Protocol):
     saves: bool
 
     def attach(self, context: RunContext) -> None:
-        """Add what belongs to this loop to the context, before anything is loaded."""
+        """Add the objects of this loop to the context, before anything is loaded."""
         ...
 
     def as_one(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -65,11 +65,11 @@ class RunLoop(Protocol):
         ...
 
     def refresh(self, *, states: bool = False) -> None:
-        """Get what other processes hold of the model, and with `states` of its optimizers."""
+        """Get the part of the model that other processes hold, and with `states` also of its optimizers."""
         ...
 
     def finish(self, context: RunContext) -> None:
-        """Finish training: the script has returned."""
+        """Finish training after the script has returned."""
         ...
 
     def end_early(self, context: RunContext) -> None:
@@ -77,11 +77,11 @@ class RunLoop(Protocol):
         ...
 
     def wake(self) -> None:
-        """End a wait for messages, because a signal came."""
+        """End a wait for messages, because a signal arrived."""
         ...
 
     def promise(self, context: RunContext) -> tuple[str, str] | None:
-        """Return what the loop promises, and why; None: that follows from the exchange and the layout."""
+        """Return the promise of the loop and its reason; None if both follow from the exchange and the layout."""
         ...
 
     def result(self) -> Mapping[str, Any]:
@@ -91,9 +91,9 @@ class RunLoop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a command like `unisono check` watches in a run.
+    """The observer that a command like `unisono check` adds to a run.
 
-    build    builds the extension that watches
+    build    builds the extension that observes the run
     on_rank  is called with a property's name when the script reads its rank or the number of processes
     """
 
@@ -105,25 +105,25 @@ class Inspection:
 class RunContext:
     """The objects that the parts of a run share.
 
-    settings         of the script, as they are in this run
+    settings         the script's settings for this run
     group            all processes of the run
-    mesh             of the processes that train together
-    models           what was placed
-    state            what is tracked, and the checkpoint that the run was resumed from
-    step_sync        adds up sums and flags, and checks that all ranks are in the same place
+    mesh             the mesh of the processes that train together
+    models           the placed models
+    state            the tracked objects, and the checkpoint from which the run was resumed
+    step_sync        adds up sums and flags, and checks that all ranks make the same call
     collective       runs collectives between two steps
-    scale            fp16's loss scale
+    scale            the loss scale of fp16
     generators       the random number generators
-    exchange_states  what exchanges carry from step to step
+    exchange_states  the state that exchanges keep between steps
     monitor          the progress line and the timeline
-    identity         what the bits of the run depend on, by name
+    identity         the facts on which the bits of the run depend, by name
     accepted         parts of the identity that may change in this resume
-    progress         what changes from step to step
-    loop             how the processes make steps
-    inspection       what a command watches; None: it is an ordinary run
-    parts            what steps are made of, once the loop is built
-    extensions       its optional features, and their `hooks`
-    on_lead          is called when this process becomes the main one, since those before it have died
+    progress         the state that changes from step to step
+    loop             the type of loop that runs the steps
+    inspection       the observer of a command; None in an ordinary run
+    parts            the parts of a step, once the loop is built
+    extensions       the optional features, and their `hooks`
+    on_lead          is called when this process becomes the main one, because the earlier ones have died
     """
 
     settings: Settings
@@ -156,7 +156,7 @@ class RunContext:
 
     @property
     def waits(self) -> bool:
-        """Whether this process was started to join others, and has not joined them yet."""
+        """Whether this process was started to join a run, and has not joined it yet."""
         return self.group.monitor is not None and self.group.monitor.joins
 
 
@@ -178,18 +178,18 @@ def build_context(
     """Build the context of a run.
 
     Args:
-        settings: of the script.
-        loop: how the processes make steps.
-        world: this process's place among the processes.
+        settings: the script's settings.
+        loop: the type of loop that runs the steps.
+        world: the place of this process among the processes.
         run_dir: the run directory.
-        output: where the progress line goes.
-        identity: what the bits of the run depend on.
-        resumed: the checkpoint from which it is resumed.
-        changes: changes of the mathematics that this resume accepts.
-        differences: what differs between machines and changes bits, in words.
+        output: the output for the progress line.
+        identity: the facts on which the bits of the run depend.
+        resumed: the checkpoint from which the run is resumed.
+        changes: changes of bits that this resume accepts.
+        differences: differences between machines that change bits, as text.
         accepted: parts of the identity that may change.
         color: whether the progress line is colored.
-        inspection: what a command watches.
+        inspection: the observer of a command.
     """
     axes = fill(wanted(settings.parallel), loop.training.size)
     assert axes is not None, "checked before"
@@ -202,7 +202,7 @@ def build_context(
     state.placed = models.modules
     scale, generators = LossScale(settings.precision), RngStates(loop.group.device)
     exchange_states = ExchangeStates(f"{settings.exchange} {settings.compress.kind}")
-    rank = loop.group.rank if world.number is None else world.number  # a process that joins later is alone until then
+    rank = loop.group.rank if world.number is None else world.number  # a process that joins later is alone at first
     monitor = StepMonitor(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
     context = RunContext(
         settings,

@@ -8,9 +8,9 @@ tuple. A step calls them in this order:
     extra_rounds                      micro-batches before the step's own, which do not count
     rounds                            wrap the step's micro-batches
       backward, round_done            for every micro-batch
-    before_sync                       before the processes exchange what they have
-    gradient_ready                    the gradient of a pass is whole on all processes
-    closing_rounds                    micro-batches after the gradient is whole, which do not count
+    before_sync                       before the processes exchange their gradients
+    gradient_ready                    the gradient of a pass is complete on all processes
+    closing_rounds                    micro-batches after the gradient is complete, which do not count
     before_update                     an update is about to use gradients
       stepping                        around every optimizer's step
     updated                           the update is made
@@ -59,10 +59,10 @@ class Extension:
         """Observe the end of a micro-batch of a pass."""
 
     def before_sync(self, step: StepState, gradient: GradientPass) -> None:
-        """Prepare for the exchange of a pass, whose micro-batches are done."""
+        """Prepare for the exchange of a pass, whose rounds are finished."""
 
     def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
-        """Observe the gradient of pass `step.passes`, which is whole on all processes."""
+        """Observe the gradient of pass `step.passes`, which is complete on all processes."""
 
     def closing_rounds(self, step: StepState, gradient: GradientPass) -> Iterable[Any]:
         """Yield batches that the script's loop computes after the step's first pass, and that do not count."""
@@ -76,34 +76,34 @@ class Extension:
         return UNWATCHED
 
     def updated(self, step: StepState) -> None:
-        """Observe that an update is made, and its gradients are released."""
+        """Observe the end of an update, after its gradients were released."""
 
     def step_ended(self, step: StepState) -> None:
-        """Finish a step that has its update: the script asks for the next one. Raise RunStopped to end the loop."""
+        """Finish a step after its update, when the script requests the next one. Raise RunStopped to end the loop."""
 
     def after_step(self, step: StepState) -> None:
         """Observe a step that is counted in the progress of the run."""
 
     def between_steps(self, steps_done: int) -> None:
-        """All processes have done so many steps, checkpoints are written, and more steps follow."""
+        """Act between two steps, after checkpoints. All processes have done `steps_done` steps, and more follow."""
 
     def before_save(self, steps_done: int) -> None:
         """Prepare for a checkpoint that is about to be written. All processes call this together."""
 
     def regrouped(self, first: int, *, failed: bool) -> None:
-        """Other processes make the steps from step `first` on, since some died or joined.
+        """Adapt to a new group. Its processes run the steps from step `first` on, because some died or joined.
 
-        failed  a collective of the forward or backward pass failed, so what was noted of this step is worthless
+        failed  a collective of the forward or backward pass failed, so the records of this step are invalid
         """
 
     def settle(self) -> None:
-        """Wait for messages that are under way: the script has returned."""
+        """Wait for pending messages after the script has returned."""
 
     def failed(self, error: Exception) -> None:
         """Observe an error of the script that ends this process."""
 
     def close(self) -> None:
-        """Release everything; closing twice changes nothing."""
+        """Release all resources. A second call has no effect."""
 
     def result(self) -> Mapping[str, Any]:
         """Return entries of result.json."""

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class GradientPass:
-    """Some parameters, and the exchange that makes their gradient whole.
+    """Some parameters, and the exchange that completes their gradient.
 
-    params    what optimizers hold: all parameters that train, or only some of them
-    leaves    what backward finds a gradient for: the same, unless shards are gathered for a step
-    inputs    what backward computes gradients for; None: everything that the loss depends on
+    params    the parameters that the optimizers hold: all trained parameters, or only some of them
+    leaves    the tensors that backward gives a gradient: the same, unless shards are gathered for a step
+    inputs    the tensors for which backward computes gradients; None: all on which the loss depends
     finite    whether the gradient of the last pass is finite on all processes
     is_whole  whether this process holds the whole gradient
     may_skip  whether it was computed with an fp16 scale that can be lowered
-    seen      whether a pass of it is complete: the first one is checked closely
-    stale     whether its exchange has to be built again before the next pass
+    seen      whether a pass is complete: the first pass is checked more closely
+    stale     whether the exchange has to be built again before the next pass
     """
 
     exchange: Exchange
@@ -84,9 +84,9 @@ class GradientPass:
     # -- the rounds
 
     def prepare(self) -> None:
-        """Get ready for rounds: with an exchange among the current processes, and with whole parameters.
+        """Prepare for rounds: build an exchange among the current processes if needed, and gather parameters.
 
-        All processes that share a model call it together. Calling it twice changes nothing.
+        All processes that share a model call this together. A second call has no effect.
         """
         if self.stale:
             self.restart_exchange().close()
@@ -100,7 +100,7 @@ class GradientPass:
         self.exchange.begin(spans, pieces, weights)
 
     def restart_exchange(self) -> Exchange:
-        """Build an exchange among the current processes, and return the old one, to close when it is not needed."""
+        """Build an exchange among the current processes. Return the old one, which the caller closes after its use."""
         old, self.stale = self.exchange, False
         self.exchange = (
             self._scatter()
@@ -118,14 +118,14 @@ class GradientPass:
         )
 
     def _gather(self) -> list[torch.nn.Parameter]:
-        """Gather all layers of all models, until `commit`, and return the whole of every parameter."""
+        """Gather all layers of all models, until `commit`, and return every parameter as a whole."""
         whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.unshard(), strict=True)}
         return [whole[id(p)] for p in self.params]
 
-    # -- the gradient becomes whole
+    # -- completing the gradient
 
     def end_gathering(self) -> None:
-        """Check the order in which layers were gathered: the rounds of the pass are done."""
+        """Check the order in which layers were gathered. The rounds of the pass are finished."""
         if self.gather_order is not None:
             self.gather_order.end_step()
 
@@ -134,7 +134,7 @@ class GradientPass:
 
         Args:
             is_finite: whether this process's part of the gradient is finite.
-            unused: whether some process did not use some parameter. Where none used it, its gradient is None.
+            unused: whether a process did not use some parameter. The gradient of a parameter that none used is None.
         """
         if unused and self.leaves:
             used = torch.tensor(self.exchange.used, dtype=torch.uint8, device=self.mesh.world.device)
@@ -144,13 +144,13 @@ class GradientPass:
         if self.pipeline is not None:
             is_finite &= self.pipeline.names.add_ties(self.params)
         self.is_whole = True
-        if self.mesh.world.size > 1:  # no process finishes this before all hold the whole gradient
+        if self.mesh.world.size > 1:  # no process finishes this before all processes hold the whole gradient
             self._token.fill_(not is_finite)
             is_finite = self.mesh.world.sum_(self._token).item() == 0.0
         self.commit(is_finite)
 
     def commit(self, is_finite: bool | None = None) -> None:
-        """All processes hold the whole gradient. `is_finite`: None if no process has checked it."""
+        """Commit the gradient, which all processes hold. `is_finite`: None if no process has checked it."""
         if is_finite is None:
             is_finite = all(finite(to_local(p.grad)) for p in self.leaves if p.grad is not None)
         self.exchange.commit()
@@ -165,11 +165,11 @@ class GradientPass:
     # -- the update
 
     def find_not_finite(self) -> str:
-        """Describe the first parameter whose gradient is not finite, the same on all processes; "": there is none."""
+        """Describe the first parameter whose gradient is not finite, the same on all processes; "" if there is none."""
         return self._finite_check.find(self.params, self.names, self.mesh.world, was_finite=self.finite)
 
     def zero(self) -> None:
-        """Release the gradient: the optimizers have stepped."""
+        """Release the gradient, after the optimizers have stepped."""
         self.exchange.zero()
         for p in self.params if self.gathered else ():
             p.grad = None

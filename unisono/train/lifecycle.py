@@ -1,4 +1,4 @@
-"""The end of a run: the script has returned, a signal came, or an error was raised."""
+"""The end of a run: the script has returned, a signal arrived, or an error was raised."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def was_finished_before(context: RunContext) -> bool:
 
 
 def leave(context: RunContext) -> None:
-    """Handle a signal: save and leave after the step under way, if there is one, and something is left to save."""
+    """Handle a signal: save and leave after the current step, if there is one and it is not saved yet."""
     progress = context.progress
     if progress.is_over:
         return
@@ -48,7 +48,7 @@ def leave(context: RunContext) -> None:
 
 
 def close(context: RunContext) -> None:
-    """Stop watching, and release the models; closing twice changes nothing."""
+    """Stop monitoring, and release the models. A second call has no effect."""
     context.state.saver.close()
     context.monitor.close()
     context.models.close()

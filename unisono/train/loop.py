@@ -1,7 +1,7 @@
-"""The loop of a run: how its processes make steps, one after the other. Its exchange chooses which loop it is.
+"""The loop of a run: how its processes run one step after the other. The exchange chooses the type of loop.
 
-`SyncLoop` is the loop of every exchange in which all processes make each step together. Others inherit from it and
-change what differs: local SGD (local_sgd/sites.py), and parameter servers (param_server/).
+`SyncLoop` is the loop of every exchange in which all processes run each step together. Other loops inherit from it and
+override some of its methods: local SGD (local_sgd/sites.py), and parameter servers (param_server/).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from unisono.train.step_state import StepState
 
 
 class SyncPoint(NamedTuple):
-    """A moment at which all processes have done the same steps.
+    """A moment at which all processes have completed the same steps.
 
     agreed  for each flag, the number of processes that raised it: a stop, a checkpoint
-    before  steps done at the previous synchronization point
+    before  steps completed at the previous synchronization point
     """
 
     agreed: Mapping[str, int]
@@ -39,7 +39,7 @@ class SyncPoint(NamedTuple):
 
 
 class SyncLoop:
-    """The loop in which all processes make every step together."""
+    """The loop in which all processes run every step together."""
 
     is_uniform = True
     saves = True
@@ -50,38 +50,38 @@ class SyncLoop:
     # -- before the loop
 
     def attach(self, context: RunContext) -> None:
-        """Add what belongs to this loop to the context, before anything is loaded."""
+        """Add the objects of this loop to the context, before anything is loaded."""
 
     def place(self, model: torch.nn.Module) -> None:
-        """Prepare a model that was placed."""
+        """Prepare a placed model."""
 
     def track(self, things: Iterable[Any]) -> None:
-        """Objects are about to be tracked; raise LoopError for one that this loop does not support."""
+        """Check objects that are about to be tracked. Raise LoopError for one that this loop does not support."""
 
     def spans(self, size: int) -> Spans:
-        """Return the virtual ranks that each of `size` processes computes, unless they are assigned otherwise."""
+        """Return the virtual ranks that each of `size` processes computes, unless a later assignment differs."""
         return assign_evenly(self.settings.virtual_ranks, size)
 
     def parts(self, context: RunContext, parts: LoopParts, steps: StepParts) -> StepParts:
-        """Return what this process's steps are made of; `steps`: with all processes in the same role."""
+        """Return the parts of this process's steps. `steps`: the parts if all processes have the same role."""
         return steps
 
     def build_sync(self, *arguments: Any, **more: Any) -> GradientSync:
-        """Build what makes gradients whole."""
+        """Build the object that completes gradients."""
         return GradientSync(*arguments, **more)
 
     def check_collective(self) -> None:
-        """Raise LoopError if processes cannot run collectives of the script's own now."""
+        """Raise LoopError if processes cannot run the script's own collectives now."""
 
     # -- the steps
 
     def steps(self, context: RunContext, parts: StepParts) -> Iterator[Step]:
-        """Yield the steps from where the run stands to its end. Between two steps checkpoints are written."""
+        """Yield the steps from the run's current step to its end. Checkpoints are written between two steps."""
         progress, hooks, last = context.progress, parts.hooks, context.progress.last
         if context.world.joins:
             parts.recovery.join()
         self.begin(context, parts)
-        checked = 0  # number of models and optimizers that were checked: a new one may come later
+        checked = 0  # number of checked models and optimizers: a new one may be added later
         for number in range(progress.steps_done, last):
             state = StepState(number, parts.checks.order.batch_size(number))
             yield from self.step(context, parts, state)
@@ -120,7 +120,7 @@ class SyncLoop:
             ended(state)
 
     def begin(self, context: RunContext, parts: StepParts) -> None:
-        """Begin the loop, when everything that the script tracks is known and loaded."""
+        """Begin the loop, after all objects that the script tracks are known and loaded."""
         progress = context.progress
         progress.changes += [
             {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.begin()
@@ -135,17 +135,17 @@ class SyncLoop:
 
     @staticmethod
     def count(context: RunContext, state: StepState) -> None:
-        """Count a step that has its update."""
+        """Count a step after its update."""
         context.progress.samples_here += state.samples
         context.progress.done = state
         context.monitor.step(state)
 
     def _at(self, context: RunContext, parts: StepParts, point: SyncPoint) -> bool:
-        """All processes have done the same steps: do what they agreed on. Returns whether the loop ends."""
+        """Act on the agreed flags, after all processes have completed the same steps. Return whether the loop ends."""
         progress, agreed = context.progress, point.agreed
         done, every = progress.steps_done, context.settings.checkpoint.every
         if agreed.get("unsaved"):
-            finish_saving(context)  # raises the error of the checkpoint that could not be written
+            finish_saving(context)  # raises the error of a checkpoint that could not be written
         if agreed["leave"]:
             save_checkpoint(context)
             self.finish(context)
@@ -165,7 +165,7 @@ class SyncLoop:
     # -- when all processes hold the same model
 
     def sync_point(self, context: RunContext, state: StepState) -> SyncPoint | None:
-        """Return the synchronization point after a step; None: there is none."""
+        """Return the synchronization point after a step, or None if there is none."""
         return SyncPoint(context.progress.agreed, state.number)
 
     def as_one(self, models: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
@@ -173,23 +173,23 @@ class SyncLoop:
         return nullcontext()
 
     def refresh(self, *, states: bool = False) -> None:
-        """Get what other processes hold of the model, and with `states` of its optimizers."""
+        """Get the part of the model that other processes hold, and with `states` also of its optimizers."""
 
     def finish(self, context: RunContext) -> None:
-        """No more steps follow: leave all processes with the same model."""
+        """Leave all processes with the same model. No more steps follow."""
 
     def end_early(self, context: RunContext) -> None:
         """Finish the last step of a loop that was left with break, after its update."""
         if context.progress.done is not None:
             self.sync_point(context, context.progress.done)
 
-    # -- what comes out
+    # -- results
 
     def wake(self) -> None:
-        """End a wait for messages, because a signal came."""
+        """End a wait for messages, because a signal arrived."""
 
     def promise(self, context: RunContext) -> tuple[str, str] | None:
-        """Return what the loop promises, and why; None: that follows from the exchange and the layout."""
+        """Return the promise of the loop and its reason; None if both follow from the exchange and the layout."""
         return None
 
     def result(self) -> Mapping[str, Any]:
@@ -201,8 +201,8 @@ def choose_loop(settings: Settings, group: ProcessGroup) -> SyncLoop:
     """Build the loop that the exchange of these settings needs (config/exchange_registry.py).
 
     Args:
-        settings: of the run.
-        group: all its processes.
+        settings: the settings of the run.
+        group: all processes of the run.
     """
     target = EXCHANGES[settings.exchange].loop
     if not target:

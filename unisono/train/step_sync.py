@@ -1,11 +1,11 @@
-"""Step sync: the small things of a step, in one all-reduce. One row a virtual rank, one writer a row, added in order.
+"""Step sync: one small all-reduce for each step. One row for each virtual rank, one writer for each row, a fixed order.
 
-Loss sums, weights, and whatever the loop adds by name travel as float64, in rows that are zero everywhere but at their
-writer, so that no order of addition can change them. Flags ride along as numbers of processes.
+Loss sums, weights, and values that the loop adds by name are sent as float64. A row is zero on all processes but its
+writer, so no order of addition can change it. Flags are sent along as numbers of processes.
 
-It also shows that a process is in another place. Whatever all processes do together (a step, an evaluation, a
-checkpoint) begins or ends with an all-reduce of this one shape, in which each says what it does. A verb that only some
-ranks call is then an error on all of them, instead of a wait that never ends.
+Step sync also detects that processes make different calls. Every operation of all processes (a step, an evaluation, a
+checkpoint) begins or ends with an all-reduce of this one shape, in which each process reports its call. A verb that
+only some ranks call is then an error on all of them, instead of an endless wait.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERBS = (
     "a forward pass",
     "the script's end",
 )
-"""What a process may be doing when it meets the others."""
+"""The calls that a process may make when it synchronizes with the others."""
 
 MODES = len(FLAGS) + len(VERBS)
 KNOWN = MODES + 3
@@ -61,7 +61,7 @@ def _one_hot(verb: str) -> list[float]:
 def _moments(number: int | None) -> list[float]:
     """Return sum, sum of squares and count of a number of 20 bits, or of none.
 
-    Added up over processes they tell whether all numbers are equal: only then total * total is count * squares.
+    The sums of these over processes show whether all numbers are equal: only then total * total is count * squares.
     """
     return [0.0, 0.0, 0.0] if number is None else [float(number), float(number * number), 1.0]
 
@@ -73,12 +73,12 @@ def _are_equal(moments: Sequence[float]) -> bool:
 
 @dataclass
 class Totals:
-    """What the processes have agreed on in a step.
+    """The values on which the processes have agreed in a step.
 
     sums     (sum, weight) by name
     flags    for each flag, the number of processes that raised it
     losses   the loss of each virtual rank
-    reports  the numbers that each process reported of itself
+    reports  the numbers that each process reported
     """
 
     sums: dict[str, tuple[float, float]]
@@ -88,12 +88,12 @@ class Totals:
 
 
 class StepSync:
-    """Add up the rows of one step at a time. Names of columns are agreed on when they first appear, and remembered.
+    """Add up the rows of one step at a time. Processes agree on the names of columns once, when they first appear.
 
     pieces  rows of a virtual rank: as many as its micro-batches, if several processes compute them, so that each row
             has one writer
     slices  the processes that share its sequences: each row exists once for each of them
-    modes   checks that the models' layers are in the same modes on all processes; None: they have not the same layers
+    modes   checks that the models' layers are in the same modes on all processes; None if their layers differ
     names   the names of the columns
     """
 
@@ -103,41 +103,41 @@ class StepSync:
     def __init__(
         self, virtual_ranks: int, group: ProcessGroup, *, speaks: bool = True, slices: ProcessGroup | None = None
     ) -> None:
-        """`speaks`: whether this process's rows count, among those of the processes that see the same samples."""
+        """`speaks`: whether this process's rows count, among those of the processes that compute the same samples."""
         self.virtual_ranks, self.group, self.speaks = virtual_ranks, group, speaks
         self.slices = slices or ProcessGroup()
         self.names: list[str] = [LOSS]
-        self._numbers = 0  # that each process reports of itself
+        self._numbers = 0  # length of the report of each process
         self._ask_others: Callable[[str], None] | None = None
         self._entries: list[tuple[MicroBatchId, str, Any, Any]] = []
-        self._last: list[tuple[MicroBatchId, str, Any, Any]] = []  # those that were added up last
+        self._last: list[tuple[MicroBatchId, str, Any, Any]] = []  # the rows that were added up last
 
-    # -- how it is laid out
+    # -- layout
 
     def configure(self, *, pieces: int = 1, modes: ModeCheck | None = None) -> None:
-        """Set what is known once the loop is built: `pieces` and `modes` as in the class."""
+        """Set `pieces` and `modes` (see the class), which depend on the loop."""
         self.pieces, self.modes = pieces, modes
 
     def expect_reports(self, numbers: int) -> None:
-        """From now on each process reports so many numbers of itself in a step."""
+        """Set the length of the report that each process sends in a step from now on."""
         self._numbers = numbers
 
     def switch_group(self, group: ProcessGroup, ask_others: Callable[[str], None] | None = None) -> None:
-        """From now on the processes of `group` make steps together.
+        """Let the processes of `group` run steps together from now on.
 
         Args:
             group: the processes.
-            ask_others: checks that the processes outside of the group are about to do the same.
+            ask_others: checks that the processes outside of the group make the same call.
         """
         self.group, self._ask_others = group, ask_others
 
     # -- the rows of a step
 
     def add(self, place: MicroBatchId, name: str, total: Any, weight: Any) -> None:
-        """Add to the row of a micro-batch's virtual rank, unless it is a spare one: numbers, or tensors of one element.
+        """Add values to the row of a micro-batch's virtual rank, unless it is a spare one.
 
-        Tensors of an accelerator are read when the step is reduced, without a synchronization here. They may change
-        until then (a running sum), so they are copied.
+        The values are numbers, or tensors of one element. Tensors of an accelerator are read when the step is reduced,
+        without a synchronization here. They may change until then (a running sum), so they are copied.
         """
         if not place.spare:
             self._entries.append((place, name, _read(total), _read(weight)))
@@ -151,17 +151,17 @@ class StepSync:
         return row
 
     def keep_partial(self, step: int, virtual_ranks: Collection[int]) -> None:
-        """Keep what these virtual ranks added, when a step continues after a death. All else is added again."""
+        """Keep the values of these virtual ranks, when a step continues after a death. All others are added again."""
         known = self._entries or self._last
         self._entries = [e for e in known if e[0].step == step and e[0].virtual_rank in virtual_ranks]
         self._last = []
 
     def forget(self) -> None:
-        """Forget the rows of a pass that is whole: they will not be added up again."""
+        """Forget the rows of a complete pass: they will not be added up again."""
         self._last = []
 
     def broadcast(self, line: ProcessGroup) -> None:
-        """Let all processes that see the same samples have what each of them added, in the order of micro-batches."""
+        """Send the values of each process to all that compute the same samples, in the order of micro-batches."""
         mine = [[place, name, float(total), float(weight)] for place, name, total, weight in self._entries]
         found = [entry for entries in line.all_gather_object(mine) for entry in entries]
         self._entries = [(MicroBatchId(*place), name, total, weight) for place, name, total, weight in found]
@@ -171,12 +171,12 @@ class StepSync:
         """Add up the rows of all processes. Every process calls this once a pass.
 
         Args:
-            flags: of this process, by names of FLAGS.
-            report: numbers of this process, as many as `expect_reports` says, or none.
+            flags: the flags of this process, by names of FLAGS.
+            report: numbers of this process, as many as `expect_reports` set, or none.
         """
         entries, self._entries = self._entries, []
         self._last = entries
-        if self.virtual_ranks == 1 and len(entries) == 1 and self.group.size == 1:  # nothing to add up
+        if self.virtual_ranks == 1 and len(entries) == 1 and self.group.size == 1:  # no rows to add up
             _, name, total, weight = entries[0]
             alone = float(total)
             return Totals({name: (alone, float(weight))}, flags, [alone], [])
@@ -213,7 +213,7 @@ class StepSync:
         return rows
 
     def _own_slots(self, report: Sequence[float] = ()) -> list[float]:
-        """Return slots for the reports of all processes, zeros but for this one's."""
+        """Return slots for the reports of all processes, zero but for the slot of this process."""
         row = [0.0] * (self._numbers * self.group.size)
         first = self._numbers * self.group.rank
         row[first : first + len(report)] = report
@@ -232,10 +232,10 @@ class StepSync:
         count = self._rows_a_rank
         return rows if count == 1 else [chain(rows[first : first + count]) for first in range(0, len(rows), count)]
 
-    # -- where the processes are
+    # -- agreement on calls
 
     def require_same_call(self, verb: str) -> None:
-        """Check that every process is about to do this, one of VERBS; raises LoopError on all of them if not."""
+        """Check that every process makes this call, one of VERBS. Raise LoopError on all processes if not."""
         if self.group.size > 1:
             with wrap_peer_errors(verb):
                 _, counts = self._sum({}, [0.0] * len(FLAGS) + _one_hot(verb) + _moments(None) + self._own_slots())

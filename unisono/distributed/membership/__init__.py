@@ -1,1 +1,1 @@
-"""Elastic membership: notice a lost peer, agree on the remaining processes, and form a new group."""
+"""Elastic membership: detect a lost peer, agree on the remaining processes, and form a new group."""

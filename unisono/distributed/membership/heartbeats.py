@@ -1,7 +1,7 @@
 """Heartbeats: a thread of each process reports to the rendezvous server that the process is alive, once a second.
 
-The server (launcher/rendezvous_server.py) is the failure detector. A process is lost if its connection ends, if it has
-sent nothing for too long (it is stopped, or compiled code holds Python's interpreter lock), or if it reports itself
+The server (launcher/rendezvous_server.py) is the failure detector. A process is lost in three cases: its connection
+ends; it has sent nothing for too long (it is stopped, or compiled code holds Python's interpreter lock); or it reports
 that its main thread hangs between two groups (regroup_timeout.py).
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 from unisono.distributed.membership.regroup_timeout import RegroupTimeout
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats."""
+"""Seconds between two heartbeats."""
 
 
 class Send(Protocol):
@@ -27,7 +27,7 @@ class Heartbeats:
 
     Args:
         send: sends a message to the rendezvous server.
-        timeout: watches the main thread. What it finds is sent too.
+        timeout: watches the main thread. Its findings are sent, too.
     """
 
     def __init__(self, send: Send, timeout: RegroupTimeout) -> None:

@@ -1,33 +1,35 @@
-"""Elastic membership: notice a lost process, agree on the remaining ones, and form a new group without a restart.
+"""Elastic membership: detect a lost process, agree on the remaining ones, and form a new group without a restart.
 
     process 0   all-reduce ......x failed  leaves    "ready"  -->  roster [0, 2]   rank 0 of 2   continues
     process 1   all-reduce, killed
     process 2   computes ................x failed    "ready"  -->  roster [0, 2]   rank 1 of 2   continues
 
-The rendezvous server (launcher/rendezvous_server.py) sees a process's connection end and notifies all others within
-milliseconds. They need the notice: with gloo only the processes that wait for the dead one get an error, and those that
-wait for these wait on; and gloo's own abort does not wake a waiting collective (measured, torch 2.13). So a thread in
-every process listens, and on a loss shuts down the sockets of its group (shutdown(2)): whatever waits there fails at
-once. The sockets are shut down for reading only. gloo then closes them a moment later, when its own thread reads their
-end, and a message sent in that moment counts as sent. Shut down for writing as well, such a message would fail, be
-queued, and be dropped when the connection closes: gloo reports nothing about a half-written message (pair.cc,
+The rendezvous server (launcher/rendezvous_server.py) detects the end of a process's connection and notifies all others
+within milliseconds. They need the notice. With gloo only the processes that wait for the dead one get an error, and
+those that wait for these processes continue to wait. gloo's own abort does not wake a waiting collective (measured,
+torch 2.13). So a thread in every process listens. On a loss it shuts down the sockets of its group (shutdown(2)), and
+every operation that waits on them fails at once.
+
+The sockets are shut down for reading only. gloo then closes them a moment later, when its own thread reads their end.
+A message sent in that moment counts as sent. If the sockets were shut down for writing as well, such a message would
+fail, be queued, and be dropped when the connection closes: gloo reports nothing about a half-written message (pair.cc,
 signalException), and its sender would wait for the half hour of a collective's timeout. That happened to 25 of 40
 messages sent just after the shutdown, and to none of 40 with only reading shut down.
 
-A message to the dead process itself can still hang so, in the moment before gloo sees its end, and so can a large one
-that is half written. No thread that is needed waits for these (waiting.py). Compiled code may have other ways to hang.
-So leaving and connecting have a time limit (regroup_timeout.py): a process that hangs counts as dead, and the others
-continue without it.
+A message to the dead process itself can still hang in this way, in the moment before gloo detects its end. So can a
+large message that is half written. No thread that is needed waits for these (waiting.py). Compiled code may have other
+ways to hang. So leaving and connecting have a time limit (regroup_timeout.py): a process that hangs counts as dead, and
+the others continue without it.
 
 The back end of an accelerator has no sockets to shut down, and needs none: its waiters poll for losses (waiting.py),
-and work that is left on the device is aborted when the group is left.
+and the remaining work on the device is aborted when the process leaves the group.
 
 Ranks are in the order of age: the oldest process is rank 0. So a death moves the ranks behind it up, rank 0 is always
 one of the oldest processes, and a new one comes last. The number of a process never changes: the replacement of process
 2 of four is process 4.
 
-Where several processes share a model (parallel.shard), they are a unit: a death removes the whole unit, and as many
-processes replace it. The groups of the mesh's lines are made again with the group.
+If several processes share a model (parallel.shard), they are a unit: a death removes the whole unit, and the same
+number of processes replaces it. The groups of the mesh's lines are built again with the group.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ CONFIRM_SECONDS = 5.0
 """A broken connection is a lost peer if the rendezvous server confirms it within this time; else it is an error."""
 
 LEAVE_SECONDS = 300.0
-"""How long a process that is done waits for the others to be done."""
+"""Seconds for which a finished process waits for the others to finish."""
 
 
 class RegroupResult(NamedTuple):
@@ -83,14 +85,14 @@ class Membership:
     """This process as a member of an elastic run.
 
     Attributes:
-        number: of this process, which never changes.
+        number: the number of this process, which never changes.
         backend: torch's back end for the groups.
         async_errors: whether the back end does not report lost peers, so that waiting needs polling (NCCL).
         joins: whether this process joins a running training; False once it has joined.
         join_requested: whether a process waits to join.
         tolerant: whether training continues without a lost peer.
-        failed: whether something failed that has to be repeated in the next group.
-        on_regroup: called when a new group was formed; makes the groups of the mesh's lines again.
+        failed: whether an operation failed that has to be repeated in the next group.
+        on_regroup: called after a new group was formed, to build the groups of the mesh's lines again.
     """
 
     def __init__(self, world: World, backend: str = "gloo") -> None:
@@ -106,8 +108,8 @@ class Membership:
         self.send_thread: SendThread | None = None
         self._lost = threading.Event()
         self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._sockets: set[str] = set()  # of the present groups
-        self._sockets_before: Collection[str] | None = None  # those that existed before the present groups
+        self._sockets: set[str] = set()  # of the current groups
+        self._sockets_before: Collection[str] | None = None  # the sockets that existed before the current groups
         self._sockets_lock = threading.Lock()
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(path)
@@ -126,7 +128,7 @@ class Membership:
 
     @property
     def is_joining(self) -> bool:
-        """Whether this process is to join others, and is in no group with them yet (fake_group.py)."""
+        """Whether this process will join others, and is in no group with them yet (fake_group.py)."""
         return self.joins and not self.generation
 
     # -- the rendezvous server
@@ -165,7 +167,7 @@ class Membership:
             self._released.set()
 
     def _abort_sockets(self) -> None:
-        """Shut down the sockets of the present groups for reading, so that everything that waits for them fails."""
+        """Shut down the sockets of the current groups for reading, so that every operation that waits on them fails."""
         if self.async_errors:
             return
         with self._sockets_lock:
@@ -186,10 +188,10 @@ class Membership:
             with self._send_lock:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
-            return  # _listen notices that the server is gone
+            return  # _listen detects that the server is gone
 
     def _disconnect_fork(self) -> None:
-        """Close the connections in a forked child (a loader worker), whose life does not matter to the server."""
+        """Close the connections in a forked child (a loader worker), whose end is irrelevant to the server."""
         self._heartbeats.stop()
         self._connection.close()
         self.store.close()
@@ -210,14 +212,14 @@ class Membership:
         self._send(unit=unit)
 
     def has_lost_peer(self, seconds: float = 0.0) -> bool:
-        """Return whether a peer was lost since the group was formed; if so, sleep for `seconds` first."""
+        """Return whether a peer was lost since the group was formed. If so, sleep for `seconds` first."""
         if not self._lost.is_set():
             return False
         time.sleep(seconds)
         return True
 
     def tolerate_peer_loss(self, error: Exception) -> None:
-        """Raise this error, unless a lost peer caused it, which the next regrouping handles."""
+        """Raise this error, unless a lost peer caused it. The next regrouping handles a lost peer."""
         if not self.is_peer_loss(error):
             raise error
         self.failed = True
@@ -241,16 +243,12 @@ class Membership:
         self._send(report={"number": self.number, **facts})
 
     def regroup(self, group: ProcessGroup, *, admit: bool = False, **facts: Any) -> RegroupResult:
-        """Leave the present group, if any, and form a new one of the remaining processes. Collective.
+        """Leave the current group, if any, and form a new one of the remaining processes. Collective.
 
         Args:
             group: becomes the new group.
             admit: whether processes may join. They do if all processes agree.
-            facts: are sent to the launcher.
-
-        Raises:
-            PeerLostError: no process is left, they cannot connect, or the rendezvous server is gone.
-            RunStopped: the same, in a process that was to join.
+            facts: facts to send to the launcher.
         """
         while True:
             if not self.async_errors:
@@ -299,12 +297,12 @@ class Membership:
         self.claim_sockets()
 
     def claim_sockets(self) -> None:
-        """Remember the sockets that were opened since the group was formed: they are shut down with it."""
+        """Record the sockets that were opened since the group was formed: they are shut down with it."""
         if self._sockets_before is None:
             return
         with self._sockets_lock:
             self._sockets = _open_sockets().keys() - self._sockets_before
-        if self._lost.is_set():  # the loss came before the sockets were known
+        if self._lost.is_set():  # the loss was reported before the sockets were known
             self._abort_sockets()
 
     def _leave_group(self) -> None:
@@ -317,12 +315,12 @@ class Membership:
         self.failed = False
 
     def leave(self) -> None:
-        """Leave the run at its regular end, so that this is not taken for a loss.
+        """Leave the run at its regular end, so that this does not count as a loss.
 
-        The group is left when all others are at their end or lost: until then they may need it.
+        Leave the group when all others are at their end or lost: until then they may need it.
         """
         self._send(leave=1)
-        if dist.is_initialized():  # parameter servers and workers have left before, and one of them may hang
+        if dist.is_initialized():  # parameter servers and workers have left earlier, and one of them may hang
             self._released.wait(LEAVE_SECONDS)
         self._heartbeats.stop()
         leave_group(abort=self.async_errors)

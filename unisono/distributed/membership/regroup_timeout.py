@@ -1,14 +1,14 @@
-"""Notice when this process hangs between a group that has lost a peer and the next group.
+"""Detect that this process hangs between a group that has lost a peer and the next group.
 
-    computes, notices         leaves       sends "ready", waits    connects       computes ...
+    computes, detects         leaves       sends "ready", waits    connects       computes ...
     |-- as long as it takes --|-- limit --|-- for the others --|-- limit --|
 
-A forward pass may take minutes, here or on a peer that this process waits for. But leaving a group and connecting are
-our own code and gloo's and take milliseconds, and no process waits long in a collective of a group whose sockets are
-shut down. One that does will not return: gloo drops a message that was half written (membership.py), and nothing wakes
-its waiter until the timeout of half an hour. So the thread that sends this process's heartbeats examines its main
-thread once a second, and reports a hang. The rendezvous server then counts the process as dead, and the launcher kills
-it, as it kills one without heartbeats.
+A forward pass may take minutes, on this process or on a peer for which it waits. But leaving a group and connecting
+consist of our own code and gloo's, and take milliseconds. No process waits long in a collective of a group whose
+sockets are shut down. A process that does will not return: gloo drops a message that was half written (membership.py),
+and nothing wakes its waiter until the timeout of half an hour. So the thread that sends this process's heartbeats
+examines its main thread once a second, and reports a hang. The rendezvous server then counts the process as dead, and
+the launcher kills it, like a process without heartbeats.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FORM_SECONDS = 30.0
 and a second or two on a busy one, and all processes wait meanwhile."""
 
 DEVICE_SECONDS = 120.0
-"""Time limit at one place of the script's own code, where it may wait for a device."""
+"""Time limit at one place of the script's own code, which may wait for a device."""
 
 GROUP_CODE = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}unisono{os.sep}distributed{os.sep}")
-"""Code from which a main thread calls into a back end and waits there."""
+"""Code in which a main thread calls into a back end and waits."""
 
 
 class Activity(NamedTuple):
-    """Something that may take `limit` seconds, and its place in the code where that matters. `name` is a predicate."""
+    """An activity that may take `limit` seconds, and its place in the code if that matters. `name` is a predicate."""
 
     name: str
     limit: float
@@ -41,12 +41,12 @@ class Activity(NamedTuple):
 
 
 class RegroupTimeout:
-    """Watch the main thread of this process; make it in that thread.
+    """Watch the main thread of this process. Create the object in that thread.
 
     Args:
         requests: returns the number of requests to the rendezvous server so far. While it grows, connecting continues.
         waits_for_peer: returns whether a request waits for a peer.
-        lost_peer: returns whether the present group has lost a peer.
+        lost_peer: returns whether the current group has lost a peer.
         anywhere: watch the script's own code too, which may wait for a device that waits for the group.
     """
 
@@ -75,7 +75,7 @@ class RegroupTimeout:
             self._doing = before
 
     def check(self) -> str:
-        """Return what this process has been doing for too long, or "". Call it about once a second."""
+        """Return the activity of this process that has taken too long, or "". Call it about once a second."""
         now, activity = time.monotonic(), self._limited_activity()
         seen = (activity, self._requests()) if activity is not None else None
         if seen is None or seen != self._seen:

@@ -9,9 +9,9 @@ from unisono.torch_compat.process_groups import default_store
 
 
 class SharedCounter:
-    """Counters 1, 2, 3, ..., one for each name and process; each number is given out once.
+    """Counters 1, 2, 3, ..., one for each name and process. Each number is returned once.
 
-    Unlike collectives, counting needs no answer from any process, so it does not matter what the others are doing.
+    Unlike a collective, counting needs no answer from any process, so the other processes may do anything meanwhile.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -3,10 +3,10 @@
 A broken connection nearly always fails the operations that wait for it. There is one exception: gloo drops a message
 that it is just about to write at that moment. The send is neither done nor failed, although all later ones fail (torch
 2.13; pair.cc), and nothing wakes a thread that waits for it. It may be a message of ours, or one inside a collective.
-So where training continues after a death, no thread that is still needed waits like that:
+So if training continues after a death, no thread that is still needed waits in this way:
 
-    a collective   is waited for by the calling thread, which polls every second whether a peer is lost
-    a message      is waited for by a thread of its own; the caller waits for that thread, or for the loss of a peer:
+    a collective   the calling thread waits for it, and polls every second whether a peer is lost
+    a message      a thread of its own waits for it; the caller waits for that thread, or for the loss of a peer:
 
         send 1, 2 ----> |SendThread| 1 done .. 2 (dropped)               left behind with the old group
         caller  wait 2 ........................ peer lost --> an error
@@ -27,17 +27,17 @@ from typing import Any, NamedTuple, Protocol
 from unisono.distributed.process_group import TIMEOUT
 
 POLL_SECONDS = timedelta(seconds=1)
-"""Between two polls for a lost peer, while a collective waits."""
+"""Time between two polls for a lost peer, while a collective waits."""
 
 NCCL_POLL_SECONDS = 1e-4
-"""Between two polls where the back end's own `wait` does not block, so that polling decides when it is done."""
+"""Seconds between two polls if the back end's own `wait` does not block, so that polling detects the end."""
 
 GRACE_SECONDS = 0.5
 """After a death, operations fail within this time or never."""
 
 
 class LossNotice(Protocol):
-    """Knows whether a peer was lost."""
+    """Detects whether a peer was lost."""
 
     def has_lost_peer(self, seconds: float = 0.0) -> bool: ...
 
@@ -94,13 +94,13 @@ class SendThread:
         threading.Thread(target=self._run, name="send", daemon=True).start()
 
     def add(self, work: Any) -> QueuedSend:
-        """Wait for this message too."""
+        """Wait for this message, too."""
         self._queue.put(work)
         self._sent += 1
         return QueuedSend(self, self._sent)
 
     def close(self) -> None:
-        """Stop after the messages so far. A dropped one keeps the thread waiting, which nothing else needs."""
+        """Stop after the messages so far. A dropped one blocks the thread, which has no other use."""
         self._queue.put(None)
 
     def on_peer_loss(self) -> None:

@@ -1,1 +1,1 @@
-"""Meet the other processes of a run: stores, host names, and connecting the process group."""
+"""Find the other processes of a run: stores, host names, and connecting the process group."""

@@ -1,8 +1,9 @@
-"""Connect all processes or none: all of them try together, and again, until all are connected.
+"""Connect all processes or none: all of them try together, and repeat the attempt until all are connected.
 
-torch names a group by a counter, and its processes find each other under that name. The counter goes up in a failed
-attempt as well, and back to 0 when a group was made and left. So a process that had connected and one that had not
-would look for each other under different names in all later attempts (torch 2.13). Here the counter is set before each.
+torch names a group by a counter, and its processes find each other under that name. The counter increases in a failed
+attempt as well, and returns to 0 when a group was created and left. So a process that had connected and one that had
+not would use different names in all later attempts (torch 2.13). Therefore this module sets the counter before each
+attempt.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from unisono.errors import WorldError
 from unisono.torch_compat.process_groups import abort_default_group, set_group_count, set_timeout
 
 CONNECT_TIMEOUT, CONNECT_TIMEOUT_PER_PROCESS = timedelta(seconds=4), timedelta(seconds=0.1)
-"""gloo's timeout for connecting once all processes are there, and the addition for each process."""
+"""gloo's timeout for connecting once all processes have started, and the addition for each process."""
 
 ELASTIC_TIMEOUT, ELASTIC_TIMEOUT_PER_PROCESS = timedelta(seconds=0.3), timedelta(seconds=0.02)
-"""The same where processes may die meanwhile; two seconds for four processes, as gloo counts. Connecting takes 30 ms
-when all are there. A process that dies in that time is waited for in vain: gloo cannot be woken while it connects."""
+"""These timeouts if processes may die meanwhile: 2 s for four processes, by gloo's count. Connecting takes 30 ms when
+all have started. If a process dies in that time, the others wait in vain: gloo cannot be woken while it connects."""
 
 GLOO_RELAXATION = 5
 """gloo waits this many times its timeout for a connection (its `relaxedTimeout`; 1.6 s became 8.0, measured), though
 not for an address in the store."""
 
 ATTEMPTS = 5
-"""On a busy machine gloo sometimes waits for a connection that was made (1 in some thousand groups, measured). Each
+"""On a busy machine gloo sometimes waits for a connection that exists (1 in some thousand groups, measured). Each
 attempt has twice the timeout of the one before."""
 
 LEAVE_SECONDS = 5.0
-"""How long to wait for the threads of a group that is left."""
+"""Time limit for the threads of a group that this process leaves, in seconds."""
 
 
 def connect(
     store: dist.Store, rank: int, size: int, backend: str, first: timedelta | None = None, limit: float = math.inf
 ) -> None:
-    """Make torch's default group of these processes.
+    """Create torch's default group of these processes.
 
-    Waits until all processes are there, however long a host takes to start. Then connecting has a short timeout, and is
+    Waits until all processes have started, however long a host takes. Then connecting has a short timeout, and is
     repeated if it fails.
 
     Args:
-        store: where the processes find each other.
-        rank: of this process.
-        size: number of processes.
-        backend: of the group.
+        store: the store through which the processes find each other.
+        rank: the rank of this process.
+        size: the number of processes.
+        backend: the back end of the group.
         first: gloo's timeout in the first attempt.
         limit: seconds that all attempts may take together.
     """
@@ -71,7 +72,7 @@ def connect(
 
 
 def first_timeout(size: int) -> timedelta:
-    """Return gloo's timeout for a first attempt where processes may die meanwhile."""
+    """Return gloo's timeout for a first attempt if processes may die meanwhile."""
     return ELASTIC_TIMEOUT + size * ELASTIC_TIMEOUT_PER_PROCESS
 
 
@@ -79,7 +80,7 @@ def leave_group(*, abort: bool = False) -> None:
     """Leave torch's default group, if there is one.
 
     Destroying it waits for its threads, and one of these may wait in a collective that never ends (membership.py). Such
-    a thread is left running.
+    a thread remains.
 
     Args:
         abort: end all collectives, as NCCL can. They have ended on the device when this returns.
@@ -111,9 +112,9 @@ def connect_all(
     """Connect all processes. If one of them fails, all disconnect and try again with a longer timeout. Collective.
 
     Args:
-        store: where the attempts are counted.
-        rank: of this process.
-        size: number of processes.
+        store: the store that counts the attempts.
+        rank: the rank of this process.
+        size: the number of processes.
         name: prefix of the keys in the store.
         connect_once: connect_once(attempt, timeout) connects, or raises RuntimeError.
         disconnect: undoes a successful or a failed connect_once.

@@ -1,6 +1,6 @@
 """Look up host names before torch does.
 
-torch would try a name that does not resolve for half an hour, with a warning a second; and gloo uses the loopback
+torch would try a name that does not resolve for half an hour, with a warning every second. gloo would use the loopback
 address for a host whose own name does not resolve.
 """
 
@@ -15,13 +15,13 @@ from unisono.environment import World, host_of, variables
 from unisono.errors import UnreachableHostError
 
 LOOKUP_SECONDS = 5.0
-"""How long to wait for a busy name server."""
+"""Time limit for a busy name server, in seconds."""
 
 CLUSTER_LOOKUP_SECONDS = 300.0
-"""The same in Kubernetes, where the name of a pod resolves once the pod exists, and pods start at different times."""
+"""This limit in Kubernetes, where the name of a pod resolves once the pod exists, and pods start at different times."""
 
 RETRY_SECONDS = 0.5
-"""Between two lookups."""
+"""Seconds between two lookups."""
 
 
 def resolve_rendezvous_host(world: World, timeout: float | None = None) -> None:
@@ -72,7 +72,7 @@ def require_own_host_name(world: World, backend: str) -> None:
 
 
 def resolution_error(host: str) -> str:
-    """Return why this name does not resolve; "" if it does."""
+    """Return the reason why this name does not resolve, or "" if it does."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

@@ -1,11 +1,11 @@
-"""A store that process 0 hosts, for processes that find each other by host, port and name: those of Slurm's srun.
+"""A store that process 0 hosts, for processes that find each other by host, port and name, as under Slurm's srun.
 
     process 0   on host a: opens port p, writes the name there <--- process 1: connects, finds the name, continues
                                                                <--- process 2: the same
 
-The port follows from the number of a job (environment.py), so another program may use it. Then process 0 cannot open it
-and raises an error. A process that connects to the other program finds another name or none, and raises an error too,
-instead of mixing two runs.
+The port is derived from the number of a job (environment.py), so another program may use it. Then process 0 cannot open
+it and raises an error. A process that connects to the other program finds another name or none, and raises an error,
+too, instead of mixing two runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client of the rendezvous server (launcher/rendezvous_server.py), as a store of torch's over a Unix socket.
+"""The client of the rendezvous server (launcher/rendezvous_server.py), as a torch store over a Unix socket.
 
 torch accepts any subclass of its store
 (https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Store). A wait for a key fails if the process
@@ -23,9 +23,9 @@ class RendezvousStore(dist.Store):
     """One connection to the rendezvous server.
 
     Attributes:
-        generation: of the group that this process forms or is in. A wait ends when the server's is another one.
+        generation: the generation of the group that this process forms or is in. A wait ends when the server's differs.
         requests: number of requests so far.
-        waits_for_peer: whether the present request waits for a key that a peer sets.
+        waits_for_peer: whether the current request waits for a key that a peer sets.
     """
 
     def __init__(self, path: str, timeout: timedelta) -> None:
@@ -40,7 +40,7 @@ class RendezvousStore(dist.Store):
 
     def _request(self, op: str, **arguments: Any) -> Any:
         with self._lock:
-            self.requests += op != "check"  # NCCL's own thread sends that once a second
+            self.requests += op != "check"  # NCCL's own thread sends it once a second
             self.waits_for_peer = op == "wait"
             self._connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
             while b"\n" not in self._rest:

@@ -2,16 +2,16 @@
 
 torchrun restarts all processes after a failure (`--max-restarts`), and they connect to the same store as before, which
 still holds every key of the previous round. A counter or a barrier would count dead processes. No variable of torchrun
-names a round: `TORCHELASTIC_RESTART_COUNT` is a number of each agent, and stays when nodes come or go. So rank 0 draws
-a random prefix, and the processes agree on it by random tokens that no earlier round can have used:
+names a round: `TORCHELASTIC_RESTART_COUNT` is a number of each agent, and does not change when nodes come or go. So
+rank 0 draws a random prefix, and the processes agree on it by random tokens that no earlier round can have used:
 
     rank 1   "hello 1 7f3a"  ---.                                       .--> "confirm 1 c04e" ---.
     rank 2   "hello 2 b81d"  ---+---> rank 0: "welcome-7f3a = c04e" ----+--> "confirm 2 c04e" ---+---> rank 0: "c04e"
     (dead)   "hello 1 55d0"  ---'             "welcome-b81d = c04e"                                    is complete
 
-All lines are appended to one value, which rank 0 reads from its beginning. It answers processes that have died as well,
-but these never confirm. A process that was answered by rank 0 of an earlier round, just before that was killed, is
-answered again by the next one.
+All lines are appended to one value, which rank 0 reads from its beginning. It answers dead processes as well, but these
+never confirm. Rank 0 of an earlier round may have answered a process just before it was killed. Rank 0 of the next
+round answers that process again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LINES_KEY = "unisono-rounds"
 """The key of the lines that processes append: "hello RANK TOKEN" or "confirm RANK PREFIX"."""
 
 SHORTEST_POLL_SECONDS, LONGEST_POLL_SECONDS = 0.005, 0.25
-"""Between two polls of the store; grows while nothing changes. (Waiting for a key is no alternative: torch prints two
-lines whenever that times out.)"""
+"""Seconds between two polls of the store; the time grows while nothing changes. (Waiting for a key is no alternative:
+torch prints two lines whenever that times out.)"""
 
 
 def enter_round(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -64,7 +64,7 @@ def _lead(store: dist.Store, size: int, timeout: timedelta) -> str:
 
 
 def _follow(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """Introduce this process to rank 0, and confirm each prefix that it gives. Return the one that is complete."""
+    """Introduce this process to rank 0, and confirm each prefix that rank 0 sends. Return the one that is complete."""
     token, prefix = uuid.uuid4().hex, ""
     _append(store, f"hello {rank} {token}\n")
     for _ in _polls(rank, size, timeout):
@@ -78,12 +78,12 @@ def _follow(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
 
 
 def _append(store: Any, line: str) -> None:
-    """Append a line atomically. (torch's type stubs do not know `Store.append`.)"""
+    """Append a line atomically. (torch's type stubs do not have `Store.append`.)"""
     store.append(LINES_KEY, line)
 
 
 def _polls(rank: int, size: int, timeout: timedelta) -> Iterator[None]:
-    """Yield at each time to poll the store. Raises WorldError after `timeout`."""
+    """Yield each time the store is to be polled. Raise WorldError after `timeout`."""
     until, pause = time.monotonic() + timeout.total_seconds(), SHORTEST_POLL_SECONDS
     while time.monotonic() < until:
         yield

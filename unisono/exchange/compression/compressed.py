@@ -1,6 +1,6 @@
 r"""Average gradients in compressed form: fp16, bf16, 8 bits, the largest elements, or two thin matrices for each.
 
-Compression rounds, so where it happens is part of the mathematics. It happens at fixed nodes of the tree
+Compression rounds, so where it happens changes the bits. It happens at fixed nodes of the tree
 (node_owners.py), and the tree adds up what is left. So the result does not depend on which process computes what:
 
     virtual ranks   0   1   2   3   4   5   6   7         the tree's leaves and sums, float32

@@ -1,19 +1,18 @@
-"""Notice what a forward asks Python about the proxies with which it is traced, and real tensors would answer otherwise.
+"""Detect Python operations on proxies whose results differ from those on real tensors while a forward is traced.
 
 torch.fx traces a forward with a Proxy for everything that depends on its inputs. `if x.sum() > 0` raises an error then.
-But Python answers some questions itself, without an error, and the forward takes another path than with a batch:
+But Python evaluates some expressions itself, without an error, and the forward takes another path than with a batch:
 
-    isinstance(x, Tensor), match x     reads x.__class__                  noticed when it is read
-    hasattr(x, "mask"), getattr(., d)  a Proxy has every attribute        noticed: it is called for, not loaded
-    x in self.heads, {x: 1}            hash(x) is the Proxy's own         noticed
-    type(x), case {"x": x}             cannot be intercepted              noticed in the bytecode
-    x is None                          compares identities                noticed in the bytecode
+    isinstance(x, Tensor), match x     reads x.__class__                  detected when it is read
+    hasattr(x, "mask"), getattr(., d)  a Proxy has every attribute        detected: it is called for, not loaded
+    x in self.heads, {x: 1}            hash(x) is the Proxy's own         detected
+    type(x), case {"x": x}             cannot be intercepted              detected in the bytecode
+    x is None                          compares identities                detected in the bytecode
 
-A forward that asks one of the first four is not traced (shadow_partition.py runs it). The last one is mostly asked of
-arguments with a default, so it is traced as if no other value were None, and every call checks that
-(fx_partition.py).
+A forward with one of the first four is not traced (shadow_partition.py runs it). The last one mostly concerns arguments
+with a default. So the forward is traced as if no other value were None, and every call checks that (fx_partition.py).
 
-Only questions of the model's own code count: torch's functions ask as well, and work correctly with proxies.
+Only the model's own code counts: torch's functions use these expressions as well, and work correctly with proxies.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from torch import fx
 
 PYTREE = "torch.utils._pytree"
 TRANSPARENT = ("torch", PYTREE)
-"""Modules that ask on behalf of their callers (torch.is_tensor, tree_map of a batch); so does the standard library."""
+"""Modules that act on behalf of their callers (torch.is_tensor, tree_map of a batch); so does the standard library."""
 
 EXCLUDED = ("torch.nn.modules.module", "unisono.parallel", "unisono.train")
-"""Modules whose questions are no part of a model's forward; nor are those of their submodules."""
+"""Modules that are not part of a model's forward. Their submodules are not, either."""
 
 
 NEVER_NONE = ("shape", "device", "dtype", "ndim")
@@ -44,11 +43,11 @@ IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "ia
 
 
 class TraceGuards:
-    """Collect what a forward asks while it is traced.
+    """Collect the operations on proxies while a forward is traced.
 
     Attributes:
-        problem: Why it cannot be traced; None: it can.
-        asks_none: Whether it asks if a value is None.
+        problem: Why the forward cannot be traced; None: it can.
+        asks_none: Whether it compares a value with None.
         unused: Attributes that were looked up and not used so far.
     """
 
@@ -58,7 +57,7 @@ class TraceGuards:
         self.unused: dict[int, DeferredAttribute] = {}
 
     def note(self, what: str, frame: FrameType | None) -> None:
-        """Note a question, if the model's own code asks it."""
+        """Record an operation on a proxy, if it is in the model's own code."""
         if is_models(frame):
             self.problem = self.problem or f"it asks for the {what} of something that follows from its inputs"
 
@@ -88,7 +87,7 @@ def _caller() -> FrameType:
 
 
 class GuardedProxy(fx.Proxy):
-    """A Proxy that notes questions in the `guards` of its tracer."""
+    """A Proxy that records operations in the `guards` of its tracer."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -161,7 +160,7 @@ def _module_of(frame: FrameType) -> str:
 
 @lru_cache(maxsize=4096)
 def questions_of_code(code: CodeType) -> tuple[bool, bool]:
-    """Return whether a function's bytecode asks for a type, and whether it asks if a value is None."""
+    """Return whether a function's bytecode reads a type, and whether it compares a value with None."""
     types = nones = False
     for instruction in dis.get_instructions(code):
         types |= instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"

@@ -1,11 +1,11 @@
-"""Partition a model by tracing: torch.fx finds what each stage of a pipeline computes, and what it sends to the next.
+"""Partition a model by tracing: torch.fx finds the computation of each stage of a pipeline, and its messages.
 
 torch.fx traces the model's own forward once, without data, from one call of a module to the next:
 
     tokens --embed--> x --block 0--> x --block 1--> x --norm--> x --head--> logits
        `--shape--> length --slice of a buffer--> cos ----^
 
-Each stage computes for itself what follows from the inputs and from buffers alone (lengths, masks, rotary angles),
+Each stage computes for itself all values that depend on inputs and buffers alone (lengths, masks, rotary angles),
 because each stage has the batch. Everything else belongs to the stage of the module that was called last before it.
 Results that later stages need are sent from stage to stage; mostly that is one tensor, the x above.
 
@@ -13,7 +13,7 @@ The modules that are called stay the same objects, with their hooks, modes and n
 torch.distributed.pipelining has a tracer of its own. It is based on torch.export, needs an example batch, and its
 result holds for batches of that shape and mode only.
 
-What Python decides between the modules is fixed by the trace. So a forward that differs in eval mode, or draws random
+Python's decisions between the modules are fixed by the trace. So a forward that differs in eval mode, or draws random
 numbers there, is not traced (shadow_partition.py runs it). An attribute that it has read must not change later.
 """
 
@@ -46,7 +46,7 @@ from unisono.parallel.pipeline_parallel.partition import (
 from unisono.torch_compat.modules import module_slots, parameter_slots
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "tensor")
-"""Functions of torch that make a tensor from numbers. fx does not notice by itself that a number is a proxy."""
+"""Functions of torch that make a tensor from numbers. fx does not detect by itself that a number is a proxy."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class FxPiece:
     """The part of a graph that one stage computes.
 
     Attributes:
-        nodes: What it computes, in order.
-        receives: What the stage before it sends.
-        sends: What it sends to the next stage.
+        nodes: The nodes that it computes, in order.
+        receives: The values that the stage before it sends.
+        sends: The values that it sends to the next stage.
     """
 
     nodes: list[fx.Node] = field(default_factory=list)
@@ -76,7 +76,7 @@ class FxPartition(Partition):
 
     Attributes:
         graph: The trace.
-        pieces: What each stage computes, once it is applied.
+        pieces: The part of each stage, once the partition is applied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -165,7 +165,7 @@ class FxPartition(Partition):
         return [0, *(sum(place[node] < start <= last[node] for node in self._staged) for start in starts[1:])]
 
     def split(self, starts: Sequence[int]) -> list[FxPiece]:
-        """Return what each stage computes, if stages start with these links."""
+        """Return the part of each stage, if stages start with these links."""
         first_calls = {self._calls[first]: stage for stage, first in enumerate(starts)}
         home: dict[fx.Node, int] = {}
         pieces, now = [FxPiece() for _ in starts], 0
@@ -176,7 +176,7 @@ class FxPartition(Partition):
             elif node.op == "output":
                 home[node] = len(starts) - 1
         needed: list[set[fx.Node]] = [set() for _ in starts]
-        if self.guards.asks_none:  # an unused value may have been asked whether it is None: the first stage checks it
+        if self.guards.asks_none:  # the code may compare an unused value with None: the first stage checks it
             needed[0] |= {node for node in self.graph.nodes if not node.users and node not in home and _computes(node)}
         for node in reversed(self.graph.nodes):
             stage = home.get(node)
@@ -195,7 +195,7 @@ class FxPartition(Partition):
         return pieces
 
     def by_link(self) -> tuple[list[fx.Node], list[list[fx.Node]]]:
-        """Return what every stage computes for itself, and what each link would compute if it were a stage."""
+        """Return the nodes that every stage computes for itself, and those of each link if it were a stage."""
         pieces = self.split(range(len(self.links)))
         used = {node for piece in pieces for node in piece.nodes if node.op != "output"}
         common = [node for node in self.graph.nodes if node in used - self._staged]
@@ -309,7 +309,7 @@ def compute(
 
 
 def _writes(node: fx.Node) -> bool:
-    """Return whether a node writes in place. A stage that needs the result might not know that it needs the write."""
+    """Return whether a node writes in place. A stage that uses the result could miss the write in another stage."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if getattr(node.target, "__module__", "") == "_operator":  # which has and_ and or_
         return name in IN_PLACE
@@ -328,7 +328,7 @@ def _attribute(model: nn.Module, path: str) -> Any:
 
 
 class AbsentModule(nn.Module):
-    """Stand for a module of another stage."""
+    """Replace a module of another stage."""
 
     def __init__(self, name: str, stage: int) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ class AbsentModule(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """Trace a forward into modules that merely contain a row of layers, and no further."""
+    """Trace a forward into modules that merely contain a row of layers, and no deeper."""
 
     proxy_buffer_attributes = True
 
@@ -364,7 +364,7 @@ class _Tracer(fx.Tracer):
 
 
 def _comparable(value: Any) -> Any:
-    """Return what identifies the value of an attribute: its content, or the object."""
+    """Return a value by which to compare an attribute's value: its content, or the object."""
     if isinstance(value, bool | int | float | str | bytes | None):
         return value
     return repr(value) if isinstance(value, list | tuple | dict | set) else id(value)

@@ -6,9 +6,9 @@
 All links are timed once before any is timed again, so that other load on the machine affects all of them. The cost of
 a link is the median of its rounds. On a CPU it is the processor time of this process (`clock_of`).
 
-Gradients are returned and not accumulated, so p.grad does not change. The gradients of outputs are ones: the time does
-not depend on their values. The loss and the optimizer are not timed, nor is what every stage computes for itself
-(masks, positions).
+Gradients are returned and not accumulated, so p.grad does not change. The gradients of outputs are ones, because the
+time does not depend on their values. The loss, the optimizer and the values that every stage computes for itself
+(masks, positions) are not timed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Inputs = dict[str, Any]
 
 @dataclass
 class TimedLink:
-    """A link, and what the forward computes between it and the next one.
+    """A link, and the computation between it and the next one.
 
     Attributes:
         nodes: Its nodes in the graph.
         inputs: The values of earlier links that it uses.
         outputs: The values that later links use, or the model returns.
-        params: The parameters that train.
+        params: The trained parameters.
     """
 
     nodes: list[fx.Node]
@@ -62,7 +62,7 @@ def clock_of(device: torch.device, *, shared: bool) -> Clock:
     """Return the clock to time layers with.
 
     On a CPU with one thread it is the processor time of this process, which other processes on a busy machine do not
-    change. With several threads, or where processes wait for each other's parts, it is wall-clock time. On an
+    change. With several threads, or if processes wait for each other's parts, it is wall-clock time. On an
     accelerator it waits until the device is done.
 
     Args:
@@ -111,10 +111,10 @@ def seconds_of_modules(
     clock: Clock,
     autocast: AbstractContextManager[Any],
 ) -> list[float]:
-    """Return the seconds that each link takes, where the forward cannot be traced (shadow_partition.py).
+    """Return the seconds that each link takes, for a forward that cannot be traced (shadow_partition.py).
 
-    Each module is called by itself, with the arguments of a forward pass of the model. What the forward computes
-    between modules is not timed.
+    Each module is called by itself, with the arguments of a forward pass of the model. The computation between modules
+    is not timed.
 
     Args:
         model: The model.
@@ -220,7 +220,7 @@ def _time_backward(outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tenso
 
 
 def _timed_links(partition: FxPartition) -> tuple[list[fx.Node], list[TimedLink]]:
-    """Return what every stage computes for itself, and what is timed with each link."""
+    """Return the nodes that every stage computes for itself, and those that are timed with each link."""
     common, rows = partition.by_link()
     found = []
     for link, nodes in zip(partition.links, rows, strict=True):

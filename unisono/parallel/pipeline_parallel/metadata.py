@@ -18,7 +18,7 @@ PLAIN = (type(None), bool, int, float, str)
 
 
 class CallRecord(NamedTuple):
-    """What one call of a link returned.
+    """The result of one call of a link.
 
     Attributes:
         link: The number of the link.
@@ -32,7 +32,7 @@ class CallRecord(NamedTuple):
 
 
 class StageMetadata(NamedTuple):
-    """What a stage learns of those before it.
+    """The information that a stage receives about the stages before it.
 
     Attributes:
         next_link: The link that is called next.
@@ -76,7 +76,7 @@ def decode(tensor: torch.Tensor) -> StageMetadata:
     return _decode(tensor.cpu().numpy().tobytes())
 
 
-@lru_cache(maxsize=256)  # it is the same for all micro-batches of a kind
+@lru_cache(maxsize=256)  # it is equal for all micro-batches of a kind
 def _decode(text: bytes) -> StageMetadata:
     next_link, rows = json.loads(text)
     calls = (CallRecord(link, spec, tuple(map(_decode_leaf, leaves))) for link, spec, leaves in rows)

@@ -1,8 +1,8 @@
 """Partition a model into stages: a row of modules that are called one after the other, and where it is cut.
 
-There are two ways to compute what is between two cuts. fx_partition.py traces the model's forward once and then knows
-which operation belongs to which stage. shadow_partition.py lets every stage run the whole forward, with tensors without
-data in place of what other stages compute.
+There are two ways to compute the part between two cuts. fx_partition.py traces the model's forward once, and assigns
+each operation to a stage. shadow_partition.py lets every stage run the whole forward, with tensors without data in
+place of the results of other stages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unisono.errors import LoopError
 from unisono.parallel.pipeline_parallel.stage_balance import BalancedRow, balanced_partition
 
 TIMING_TOLERANCE = 0.05
-"""The share by which measured times of stages may differ and count as equal: clocks on busy machines are no better."""
+"""The share by which measured times of stages may differ and count as equal: clocks on busy machines are not exact."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass
 class PartitionLink:
-    """A module that the forward calls, with the parameters that come into use with it.
+    """A module that the forward calls, with the parameters whose first use is in it.
 
     Attributes:
         name: The module's name in the model.
@@ -47,8 +47,8 @@ class StageInput(NamedTuple):
         forward: The model's own forward.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        begin: Called where the stage's own part begins. It sets torch's random number generators to where the stage
-            before has left them.
+        begin: Called where the stage's own part begins. It sets torch's random number generators to the state in which
+            the stage before has left them.
     """
 
     forward: Callable[..., Any]
@@ -76,7 +76,7 @@ class Partition(ABC):
 
     @abstractmethod
     def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
-        """Partition the model, and remove what only other processes need.
+        """Partition the model, and remove the parts that only other processes need.
 
         Args:
             model: The model.

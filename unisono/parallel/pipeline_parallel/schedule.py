@@ -39,7 +39,7 @@ class PipelineSchedule:
     Attributes:
         stages: The number of stages.
         owners: The rank within the group that has each stage.
-        messages: The activations that a stage expects, and those that are under way.
+        messages: The activations that a stage expects, and those in transit.
     """
 
     def __init__(self, group: ProcessGroup, schedule: str, loops: int) -> None:

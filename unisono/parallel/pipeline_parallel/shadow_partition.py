@@ -1,7 +1,7 @@
 """Partition a model that cannot be traced: each stage runs the whole forward, with shadows for other stages' results.
 
-                 embedding   layer 0   layer 1   layer 2   head      what the model's forward calls, in this order
-    stage 0      computes    computes  -> sends what it was called with, and leaves the forward
+                 embedding   layer 0   layer 1   layer 2   head      calls of the model's forward, in this order
+    stage 0      computes    computes  -> sends the arguments of the call, and leaves the forward
     stage 1      a shadow    a shadow  computes  computes  computes
 
 So the model itself does everything between its modules, in every stage and for every micro-batch: masks, positions,
@@ -10,8 +10,8 @@ of an earlier stage returns a shadow of what it returned there (shadow_tensor.py
 activations. When the first module of the stage is called, the shadows among its arguments are replaced by the tensors
 that were received. From there on the forward is that of one process.
 
-A sender learns what to send in a rehearsal, once for each kind of batch: it runs the receiver's forward up to its first
-module, with its own micro-batch, and looks which arguments are shadows there.
+A sender finds the tensors to send in a rehearsal, once for each kind of batch: it runs the receiver's forward up to its
+first module, with its own micro-batch, and looks which arguments are shadows there.
 
 The links are the modules with parameters, in the order in which the model has them, or calls them for its own
 `dummy_inputs`. Every run checks that the model calls them in this order. A later stage can use only those results of
@@ -304,7 +304,7 @@ class StageCall:
         return tree_unflatten([leaf(spec) for spec in record.leaves], treespec_loads(record.spec))
 
     def _begin_own_part(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Replace the shadows among the arguments of the stage's first module by what was received."""
+        """Replace the shadows among the arguments of the stage's first module by the received tensors."""
         assert self.metadata is not None
         links = self.partition.links
         name = links[number].name
@@ -405,7 +405,7 @@ def _is_leaf(value: Any) -> bool:
 def _replace_shadows(
     received_for: Callable[[ShadowTensor], torch.Tensor], tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Replace the shadows in a tree by what was received for them. A tree without shadows is returned as it is."""
+    """Replace the shadows in a tree by the tensors received for them. A tree without shadows is returned as it is."""
     if not any(isinstance(leaf, ShadowTensor) for leaf in tree_leaves(tree, is_leaf=is_leaf)):
         return tree
     return tree_map_only(ShadowTensor, received_for, tree, is_leaf=is_leaf)

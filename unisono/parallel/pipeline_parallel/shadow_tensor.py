@@ -1,12 +1,13 @@
 """A tensor without data: it has a shape, a dtype and a device, and operations on it return others.
 
-A stage of a pipeline (shadow_partition.py) has shadows in place of what other stages compute. Code that only reads the
-length of a sequence, or passes a tensor on, runs with them as with tensors. Code that reads values raises an error.
+A stage of a pipeline (shadow_partition.py) has shadows in place of the results of other stages. Code that only reads
+the length of a sequence, or passes a tensor on, works with shadows as with tensors. Code that reads values raises an
+error.
 
 The results of operators are computed by torch's meta tensors (https://docs.pytorch.org/docs/stable/meta.html). A shadow
 is a wrapper subclass, so that it can claim to be on another device, as torch's FakeTensor
-(https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html). Unlike that one, it ends where the stage's own
-part begins: there a tensor that was received takes its place, or an error is raised.
+(https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html). Unlike a FakeTensor, a shadow ends where the
+stage's own part begins: a received tensor replaces it there, or an error is raised.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class ShadowStage(Protocol):
     """The stage in which a shadow is used."""
 
     def received_for(self, shadow: ShadowTensor) -> torch.Tensor:
-        """Return the tensor that was received in place of a shadow; otherwise the shadow itself."""
+        """Return the tensor that was received in place of a shadow; if there is none, the shadow itself."""
 
     def refusal(self, shadow: ShadowTensor) -> LoopError | None:
-        """Return the error of an operation on a shadow; None: it may be computed now."""
+        """Return the error of an operation on a shadow, or None if it may be computed now."""
 
 
 class ShadowTensor(torch.Tensor):
@@ -48,7 +49,7 @@ class ShadowTensor(torch.Tensor):
         return shadow_like(like, like.device, stage, source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShadowTensor:
-        return self  # there is no data to copy
+        return self  # a shadow has no data to copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Shadow(of {self.source}, {tuple(self.shape)}, {self.dtype})"

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each process holds one stage of a model's layers, or several; micro-batches follow each other.
+"""Pipeline parallelism: each process holds one or several stages of a model's layers; micro-batches follow each other.
 
 This module computes the passes of a stage, in the order of a schedule of torch (schedule.py). torch's own PipelineStage
 requires one shape for all micro-batches of all steps. ModelStage has the methods that the schedules call, and differs
@@ -6,7 +6,7 @@ in them:
 
 - Each micro-batch may have another shape. The activations for a new shape are found by a forward pass whose results are
   dropped (`StageMessages.learn_shapes`).
-- The state of torch's generator is sent with the activations. So dropout draws what it draws on one process.
+- The state of torch's generator is sent with the activations. So dropout draws the same numbers as on one process.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ModelStage(PipelineStage):
     def get_local_bwd_output(self, mb_index: int) -> list[torch.Tensor]:
         """Return the gradients of the floating-point tensors that this stage has received, and a flag for each.
 
-        A tensor that was not used has no gradient, and neither do the parameters that it was computed with.
+        An unused tensor has no gradient, and neither have the parameters that it was computed with.
         """
         if self._idle(mb_index) or not self.has_backward:
             return []
@@ -188,7 +188,7 @@ class ModelStage(PipelineStage):
             with self.tasks[bwd_chunk_id].gathering(self.stage_index):
                 self._backward(pairs)
             self.input_grads[bwd_chunk_id] = [x.grad for x in received]
-        elif self.is_first:  # it has no gradient of inputs: all of backward is done with the weights
+        elif self.is_first:  # it has no gradient of inputs: the whole backward pass is computed with the weights
             self.weight_tasks[bwd_chunk_id] = pairs, None
         else:
             dependent = [pair for pair in pairs if depends_on(pair[0], received)]

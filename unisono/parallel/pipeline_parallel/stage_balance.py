@@ -34,8 +34,8 @@ def balanced_partition(row: BalancedRow, stages: int, tolerance: float = 0.0) ->
         row: The links.
         stages: The number of stages.
         tolerance: Partitions whose most expensive stage costs at most this share above the least count as equal,
-            because measured times are no more exact. Of these the one that sends the fewest tensors is taken, and of
-            several the most even one.
+            because measured times are not more exact than that. The partition that sends the fewest tensors is chosen
+            from these, and the most even one if several send equally few.
     """
     least, _ = _search(row, stages, None)
     return _search(row, stages, int(least[0] * (1 + tolerance)))[1]

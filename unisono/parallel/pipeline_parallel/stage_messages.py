@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline: the activations that a stage expects, and those that are under way."""
+"""Messages between the stages of a pipeline: the activations that a stage expects, and those in transit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.distributed.process_group import Message, ProcessGroup, Work, wait_
 from unisono.parallel.pipeline_parallel.transport import ActivationSpec, flat, spec_of
 
 HEADER = 1024
-"""Numbers of 64 bits in the message that describes the tensors that follow."""
+"""Number of 64-bit numbers in the message that describes the tensors that follow."""
 
 DTYPES = tuple(
     getattr(torch, name)
@@ -33,7 +33,7 @@ class ForwardTask(Protocol):
         ...
 
     def forward(self, stage: int, received: Tensors) -> Tensors:
-        """Compute one stage's part of the forward pass from what the stage before has sent; at last, the loss."""
+        """Compute one stage's part of the forward pass from the tensors of the stage before; at last, the loss."""
         ...
 
 

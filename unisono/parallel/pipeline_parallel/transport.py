@@ -80,7 +80,7 @@ def accumulating(params: Sequence[nn.Parameter]) -> Iterator[None]:
     """Accumulate the gradients that torch writes to p.grad within this block, as autograd would.
 
     A zero-bubble schedule writes the gradients of weights to p.grad itself, without calling the hooks that run after
-    accumulation. They are called here.
+    accumulation. This block calls them.
     """
     before = [p.grad for p in params]
     for p in params:

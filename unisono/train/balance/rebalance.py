@@ -1,10 +1,11 @@
-"""Load balancing between steps: measure how long every process takes, and move virtual ranks to faster ones.
+"""Load balancing between steps: measure the time of every process, and move virtual ranks to faster processes.
 
     process 0   [ v0 v1 v2 v3 v4 v5 ]              step sync    (seconds for a virtual rank, first step not fetched yet)
     process 1   [ v6 v7 ] ........ slow            --------->   of every process: the same numbers, the same decision
 
-What each process reports rides along with the step's flags, so it costs no message. A new assignment holds from the
-first step of which no process has fetched anything: what was fetched ahead is computed where it is.
+The reports of the processes are sent with the step's flags, so they cost no message. A new assignment holds from the
+first step of which no process has fetched a micro-batch. A micro-batch that was fetched ahead is computed by the
+process that fetched it.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from unisono.train.step_state import StepState
 from unisono.train.step_sync import StepSync
 
 NUMBERS = 3
-"""What each process reports: seconds for one virtual rank (0: it computed none), the first step of which it has fetched
-nothing, seconds since its last report."""
+"""Length of a report: seconds for one virtual rank (0: the process computed none), the first step of which the process
+has fetched nothing, seconds since its last report."""
 
 
 class Rebalancer(Extension):
     """Move virtual ranks to faster processes.
 
-    deals  what was decided: (first step, virtual ranks of each process)
+    made   the decisions so far: (first step, virtual ranks of each process)
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class Rebalancer(Extension):
         first: int,
         promise: str = "",
     ) -> None:
-        """Measure from step `first` on; `note` prints a line on rank 0; `promise`: of the script's own exchange."""
+        """Measure from step `first` on. `note` prints a line on rank 0. `promise`: of the script's own exchange."""
         self.promise = promise
         self.settings, self.mesh, self.source, self.step_sync, self.note = settings, mesh, source, step_sync, note
         self.share = settings.batch / settings.virtual_ranks  # samples of a virtual rank, on average
         self.servers = mesh.world.servers if isinstance(mesh.world, RoleGroup) else 0  # they compute nothing
         self.timer = StepTimer(mesh.world.device)
-        self.deals: list[tuple[int, list[int]]] = []
-        self._announced: tuple[int, ...] = ()  # slow processes that were named
+        self.made: list[tuple[int, list[int]]] = []
+        self._announced: tuple[int, ...] = ()  # slow processes that a line has named
         self.regrouped(first, failed=False)
 
     def regrouped(self, first: int, *, failed: bool) -> None:
-        """Start measuring again: other processes make the steps from step `first` on, or the run begins."""
+        """Restart the measurement: a new group runs the steps from step `first` on, or the run begins."""
         self.is_on = is_balanced(self.settings, self.mesh, self.promise)
         self.balancer: LoadBalancer | None = None
         if self.is_on and self.settings.balance.by_speed:
@@ -103,7 +104,7 @@ class Rebalancer(Extension):
             self.apply(step.number, step.totals.reports)
 
     def apply(self, step: int, reports: Sequence[Sequence[float]]) -> None:
-        """Assign virtual ranks otherwise after a step, if that pays. `reports` are those of all processes."""
+        """Change the assignment of virtual ranks after a step, if that pays. `reports` are those of all processes."""
         seconds = [took for took, _, _ in reports]
         self.source.stealing.observe(self.source.schedule.at(step), seconds, reports[0][2])
         spans = self.balancer.record(seconds[self.servers :]) if self.balancer is not None else None
@@ -112,7 +113,7 @@ class Rebalancer(Extension):
         spans = ((0, 0),) * self.servers + spans
         first, counts = int(max(horizon for _, horizon, _ in reports)), [hi - lo for lo, hi in spans]
         self.source.schedule.change(first, spans)
-        self.deals.append((first, counts))
+        self.made.append((first, counts))
         self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
         slow = self.balancer.slow
         if slow and slow != self._announced and not self.servers:
@@ -120,10 +121,10 @@ class Rebalancer(Extension):
         self._announced = slow
 
     def result(self) -> Mapping[str, Any]:
-        deals = [{"step": first, "virtual_ranks": counts} for first, counts in self.deals]
+        made = [{"step": first, "virtual_ranks": counts} for first, counts in self.made]
         stealing = self.source.stealing
         stolen = {"claimed_steps": stealing.steps} if isinstance(stealing, WorkStealing) else {}
-        return {**({"deals": deals} if deals else {}), **stolen}
+        return {**({"assignments": made} if made else {}), **stolen}
 
 
 def _about_slow_ranks(slow: Sequence[int], seconds: Sequence[float]) -> str:
@@ -145,8 +146,8 @@ def is_balanced(settings: Settings, mesh: Mesh, promise: str = "") -> bool:
 
     `promise` is that of the script's own exchange; "": the settings name the exchange.
 
-    They cannot on one process; where processes wait for each other within a model, so that none is known to be slow;
-    and under an exchange that is not exact, where the speed of a machine would change the result.
+    They cannot move in these cases: there is one process; processes wait for each other within a model, so that a
+    slow one is not known; or the exchange is not exact, so that the speed of a machine would change the result.
     """
     if not wants_balance(settings) or not 1 < mesh.axes.replicate == mesh.world.size:
         return False
@@ -154,25 +155,25 @@ def is_balanced(settings: Settings, mesh: Mesh, promise: str = "") -> bool:
 
 
 def build_stealing(settings: Settings, mesh: Mesh, promise: str = "") -> WorkStealing | NoWorkStealing:
-    """Build work stealing for the processes of a mesh, where the settings ask for it."""
+    """Build work stealing for the processes of a mesh, if the settings enable it."""
     if settings.balance.work_stealing and is_balanced(settings, mesh, promise):
         return WorkStealing(mesh.world.rank, SharedCounter(mesh.world))
     return NoWorkStealing()
 
 
 def set_assignment(source: BatchSource, step_sync: StepSync, group: ProcessGroup, spans: Spans) -> int:
-    """Assign virtual ranks from now on as given, without changing a bit of the result.
+    """Assign these virtual ranks to the processes from now on, without changing a bit of the result.
 
     All processes call this between the same two steps.
 
     Args:
         source: the micro-batches of the run.
-        step_sync: of the run.
+        step_sync: the step sync of the run.
         group: all processes of the run.
         spans: for each process, the virtual ranks [lo, hi) that it computes.
 
     Returns:
-        The first step of which no process has fetched anything: the assignment holds from there.
+        The first step of which no process has fetched anything. The assignment holds from this step on.
     """
     step_sync.require_same_call("run.deal")
     first = int(group.max_(torch.tensor([source.horizon], device=group.device)).item())

@@ -1,4 +1,4 @@
-"""End a run after some audits, and write down what they found: what `unisono audit` runs (redundant_compute.py)."""
+"""End a run after some audits, and write their results to a file, for `unisono audit` (redundant_compute.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.train.step_state import StepState
 
 
 class LimitedAudit(Extension):
-    """End the run after `steps` audits, and write what they found to `file`, as JSON.
+    """End the run after `steps` audits, and write their results to `file`, as JSON.
 
     The first step of a run is not audited: it is checked in other ways.
     """
@@ -39,7 +39,7 @@ def audit_run(request: str, rank: int) -> Inspection:
 
     Args:
         request: STEPS:FILE.
-        rank: of this process.
+        rank: the rank of this process.
     """
     steps, _, file = request.partition(":")
     return Inspection(partial(LimitedAudit, int(steps), Path(file)))

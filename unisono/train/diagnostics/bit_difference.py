@@ -1,4 +1,4 @@
-"""Where two tensors differ: which elements, and in which bits."""
+"""The difference of two tensors: its elements, and its bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.tensors.spec import as_bytes
 
 
 class BitDifference(NamedTuple):
-    """Where two tensors of one shape have other bits: how many elements, the first of them, and its bits."""
+    """The difference of two tensors of one shape: the number of different elements, the first one, and its bits."""
 
     elements: int
     of: int
@@ -20,7 +20,7 @@ class BitDifference(NamedTuple):
     mine: float
     right: float
     bits: Sequence[int]
-    """In which bits the first one differs, counted from 0, the lowest."""
+    """The bits in which the first element differs. Bit 0 is the lowest."""
 
     def __str__(self) -> str:
         where = f"[{', '.join(map(str, self.place))}]"
@@ -32,7 +32,7 @@ class BitDifference(NamedTuple):
 
 
 def bit_difference(mine: torch.Tensor, right: torch.Tensor) -> BitDifference | None:
-    """Return how `mine` differs from `right`, of the same shape and dtype (not complex); None: it does not."""
+    """Return how `mine` differs from `right`, of the same shape and dtype (not complex); None if it does not."""
     size = mine.element_size()
     one, other = (as_bytes(to_local(t.detach())).cpu().view(-1, size) for t in (mine, right))
     differs = (one != other).any(1)

@@ -1,19 +1,19 @@
-"""Divergence check: do all processes still hold the same weights?
+"""Divergence check: compare the weights of all processes.
 
     every n steps           rank 0          rank 1          rank 2
     gradients, as whole     8f3a            8f3a            8f3a
     weights, after update   51c0            51c0            e77d    <- its memory, its processor, or a line of the loop
                                '---- one hash each, compared ----'
 
-Replicas are equal by construction: they begin with the same weights, and step with the same gradient. What breaks that
-is silent: a bit that flips in memory, a core that computes wrongly, `if run.is_main:` around a line that writes to the
-model. Then every process computes its gradients with weights of its own. So now and then each process hashes all that
-it holds (tensors/digest.py), and the hashes are compared; also before every checkpoint, so that none is
-written of weights that only the main process has.
+Replicas are equal by construction: they begin with the same weights, and step with the same gradient. An error that
+breaks this equality is silent: a bit that flips in memory, a core that computes wrongly, or `if run.is_main:` around a
+line that writes to the model. Each process then computes its gradients with different weights. Therefore each process
+hashes its whole state every n steps (tensors/digest.py), and the hashes are compared. They are also compared before
+every checkpoint, so that no checkpoint has weights that only the main process has.
 
-If hashes differ, every tensor is compared. The error names the first one that differs, and the rank whose tensor
-differs from most. Then the run stops; with divergence.repair that rank receives the tensors of the others, and the
-promise says since when.
+If hashes differ, every tensor is compared. The error names the first tensor that differs, and the rank whose tensor
+differs from most others. Then the run stops. With divergence.repair, that rank receives the tensors of the others
+instead, and the promise states the first step after which the weights may have differed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WHAT = "Comparing what processes hold"
 
 
 class Difference(NamedTuple):
-    """The first tensor that is not the same everywhere, and the ranks of the run that hold it.
+    """The first tensor that is not the same on all processes, and the ranks with each value.
 
     of  ("gradient" or "weights", its name)
     """
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
     of: tuple[str, str]
     verdict: VoteResult
     ranks: Sequence[int]
-    tensors: int  # how many differ, of its kind
+    tensors: int  # number of tensors of its kind that differ
     all: int
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Difference(NamedTuple):
 
 
 class DivergenceCheck(Extension):
-    """Compare what processes hold. Every process of the run has one, or none has.
+    """Compare the state of processes. Either every process of the run has this check, or none has.
 
     compared  number of comparisons
     """
@@ -73,9 +73,9 @@ class DivergenceCheck(Extension):
         self.context, self.parts = context, parts
         self.every, self.repair = settings.every, settings.repair
         context.progress.same_after = context.progress.steps_done  # a run begins with equal weights
-        self._compared_after: int | None = context.progress.steps_done  # None: others have come, or some have died
+        self._compared_after: int | None = context.progress.steps_done  # None: processes have joined or died
         self.compared = 0
-        self._gradients: dict[str, int] = {}  # hashes of the gradients of a step that is compared
+        self._gradients: dict[str, int] = {}  # hashes of the gradients of a step that will be compared
 
     @property
     def world(self) -> ProcessGroup:
@@ -99,20 +99,20 @@ class DivergenceCheck(Extension):
         self.compare(steps_done)
 
     def regrouped(self, first: int, *, failed: bool) -> None:
-        self._gradients, self._compared_after = {}, None  # some may have compared what others have not
+        self._gradients, self._compared_after = {}, None  # a process may have missed a comparison
 
     def compare(self, done: int, *, now: bool = False) -> bool:
-        """Compare what the processes hold after `done` steps, unless that is done, or the setting is off.
+        """Compare the state of the processes after `done` steps, unless it was compared already, or the setting is off.
 
         Args:
             done: number of steps.
-            now: compare whatever the settings say.
+            now: compare regardless of the settings.
 
         Returns:
-            True if all hold the same; False if they do since they were repaired.
+            True if all processes hold the same state; False if they do after a repair.
 
         Raises:
-            DivergenceError: they differ; on every process.
+            DivergenceError: the states differ. All processes raise the error.
         """
         if (done == self._compared_after or not self.every) and not now:
             return True
@@ -133,7 +133,7 @@ class DivergenceCheck(Extension):
         return False
 
     def _same_after(self, done: int) -> None:
-        """Record that all processes hold the same."""
+        """Record that all processes hold the same state."""
         self.context.progress.same_after = self._compared_after = done
         self._gradients = {}
 
@@ -158,7 +158,7 @@ class DivergenceCheck(Extension):
         raise self._diverged(done, true[0].upper() + true[1:], why)
 
     def _detail(self, tensor: torch.Tensor, right: int) -> str:
-        """Describe how the tensor differs from that of rank `right`, as the first process with another one sees it."""
+        """Describe the difference from the tensor of rank `right`, as the first process with another tensor sees it."""
         world = self.world
         theirs = tensor.detach().clone()
         world.broadcast_([theirs], source=right)
@@ -167,7 +167,7 @@ class DivergenceCheck(Extension):
         return next((f": {text}" for text in texts if text), "")
 
     def _repair(self, done: int, first: Difference, right: int, detail: str) -> None:
-        """Give all processes what rank `right` holds: models, and what optimizers keep."""
+        """Send the state of rank `right` to all processes: models and optimizers."""
         progress = self.context.progress
         self.world.broadcast_(self._state(), source=right)
         self.context.monitor.note(f"After {plural(done, 'step')}: {first}{detail}. Repaired: it has theirs now.")
@@ -189,12 +189,12 @@ class DivergenceCheck(Extension):
         )
 
     def _place(self) -> str:
-        """Return a key of the part of the model that this process holds: equal keys, equal tensors."""
+        """Return a key of the part of the model on this process. Processes with equal keys hold equal tensors."""
         mesh = self.parts.sync.mesh
         return f"{mesh.shard.rank} {mesh.tensor.rank} {mesh.pipeline.rank}"
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all that a checkpoint would hold of the models, by name, each tensor once."""
+        """Yield the tensors of the models that a checkpoint would hold, by name, each tensor once."""
         seen: set[int] = set()
         models = self.context.state.models
         for model, module in models.items():
@@ -204,7 +204,7 @@ class DivergenceCheck(Extension):
                     yield f"{model}.{name}" if len(models) > 1 else name, value
 
     def _state(self) -> list[torch.Tensor]:
-        """Return the same tensors, and what optimizers keep, in an order that every process has."""
+        """Return the same tensors and those of optimizers, in an order that is the same on every process."""
         found = [tensor for _, tensor in self._held()]
         for optimizer in self.parts.checks.steppers:
             for of in getattr(optimizer, "state", {}).values():
@@ -213,13 +213,13 @@ class DivergenceCheck(Extension):
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return ranks in words: "rank 2", "ranks 0, 1 and 3"."""
+    """Return ranks as text: "rank 2", "ranks 0, 1 and 3"."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _first(by_rank: Sequence[tuple[str, Sequence[tuple[str, str, int]]]]) -> Difference | None:
-    """Return the first tensor that differs between processes of one place: gradients come before weights."""
+    """Return the first tensor that differs between processes with the same part. Gradients come before weights."""
     found: list[tuple[tuple[str, str], VoteResult, list[int]]] = []
     held = [{(kind, name): number for kind, name, number in rows} for _, rows in by_rank]
     for place in dict.fromkeys(place for place, _ in by_rank):
@@ -239,14 +239,14 @@ def _first(by_rank: Sequence[tuple[str, Sequence[tuple[str, str, int]]]]) -> Dif
 def build_divergence(context: RunContext, parts: LoopParts) -> list[DivergenceCheck]:
     """Build the divergence check of a run.
 
-    There is none where no two processes have to hold the same: under parameter servers, and on machines that differ,
+    There is none if no two processes have to hold the same state: under parameter servers, and on different machines,
     whose replicas drift apart in their last bits.
     """
     mesh = context.mesh
-    alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.monitor is None  # and none will join
+    alone = mesh.replicate.size == mesh.context.size == 1 and mesh.world.monitor is None  # no process will join
     if alone or isinstance(mesh.world, RoleGroup):
         return []
-    if context.progress.differences or mesh.world.mixed:  # a process that joins later does not know differences yet
+    if context.progress.differences or mesh.world.mixed:  # a process that joins later has no list of differences yet
         if context.settings.divergence.every:
             context.monitor.note(
                 "weights are not compared (divergence.every): these machines do not compute the same bits"

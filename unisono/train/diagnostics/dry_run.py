@@ -1,12 +1,13 @@
 """A dry run: report settings that do not fit the model before any process of the run starts.
 
-Most of a request is known from settings alone. Whether heads divide, layers are enough for the stages, gradients can be
-compressed, is known once there is a model, and only the script's own code makes one. So one process goes through the
-script as far as its loop, in a group whose other processes are not there (distributed/fake_group.py), and places the
-model as the run will. What is refused there, the run would have refused too, on every process, after all had started.
+The settings alone show most errors of a request. Other errors depend on the model: whether heads divide, whether the
+layers are enough for the stages, whether gradients can be compressed. Only the script's own code builds the model.
+Therefore one process executes the script up to its loop, in a group whose other processes do not exist
+(distributed/fake_group.py), and places the model as the run will. If the dry run refuses a model, the run would have
+refused it, too, on every process, after all of them had started.
 
-Nothing else of a dry run counts: it prints nothing, loads no checkpoint, is never the main process, what it evaluates
-is nan, and whatever fails in it in another way is the run's to tell.
+A dry run has no other effect: it prints nothing, loads no checkpoint, is never the main process, and its evaluations
+return nan. The run itself reports any other error.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class DryRunRefused(SettingsError):
 
 
 class _LoopReached(BaseException):
-    """The script has reached code that needs the other processes. It is no Exception, so the script cannot catch it."""
+    """The script has reached code that needs the other processes. It is not an Exception, so no script catches it."""
 
 
 def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
-    """Execute `train` up to its loop. Returns whether it got there. Other errors are ignored: the run will report them.
+    """Execute `train` up to its loop, and return whether it got there. The run itself reports other errors.
 
     Raises:
         DryRunRefused: the run would refuse the model.
@@ -91,7 +92,7 @@ class DryRun(Run[S]):
         return False
 
     def place(self, model: Any, **more: Any) -> Any:
-        more.pop("example", None)  # what takes how long is nothing to refuse
+        more.pop("example", None)  # times of layers cannot make a run refuse a model
         with _refusing():
             placed = super().place(model, **more)
         if self.context.mesh.tensor.size > 1:
@@ -136,7 +137,7 @@ class DryRun(Run[S]):
             refuse_dtypes(list(params), self.settings.compress)
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
-        """End the dry run: this needs all processes."""
+        """End the dry run, because this call needs all processes."""
         raise _LoopReached
 
     predict = _end
@@ -144,14 +145,14 @@ class DryRun(Run[S]):
 
 
 class _Unknown(dict[str, float]):
-    """Values that were not measured: nan, so that every comparison is false."""
+    """Values of a dry run: nan, so that every comparison is false."""
 
     def __missing__(self, _: str) -> float:
         return math.nan
 
 
 class _FirstStep:
-    """A step of one micro-batch, which ends where the model is called. What trains is known when its rounds begin."""
+    """A step of one micro-batch, which ends when the model is called. Trained parameters are read when it begins."""
 
     number = epoch = 0
 
@@ -182,7 +183,7 @@ class _FirstStep:
 
 
 class _Attention(ContextParallel):
-    """Sequences in slices: the first attention says how many heads there are."""
+    """Context parallelism of a dry run: the first attention call shows the number of heads."""
 
     def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
         with _refusing():
@@ -191,8 +192,8 @@ class _Attention(ContextParallel):
 
 
 def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
-    """Check the heads of a model by its inputs, when it is called, and end the dry run."""
-    from unisono.parallel.tensor_parallel.tensor_parallel import ShardedForward  # half a second
+    """Check the heads of a model by its inputs when it is called, and end the dry run."""
+    from unisono.parallel.tensor_parallel.tensor_parallel import ShardedForward  # the import takes 0.5 s
 
     found = inspect.unwrap(model.forward, stop=lambda forward: isinstance(forward, ShardedForward))
     if isinstance(found, ShardedForward):

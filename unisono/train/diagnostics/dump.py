@@ -1,14 +1,15 @@
 """Dump: write what a run computes as whole tensors, so that other placements can be measured (`unisono prove`).
 
     FOLDER/rank-N/weights-before/   parameters before the first step
-    FOLDER/rank-N/buffers-before/   what else the models' state holds then
-    FOLDER/rank-N/step-0/           gradients after the rounds of step 0, not clipped (step-0-pass-1: of a second pass)
+    FOLDER/rank-N/buffers-before/   the rest of the models' state before the first step
+    FOLDER/rank-N/step-0/           gradients after the rounds of step 0, not clipped (a second pass: step-0-pass-1)
     FOLDER/rank-N/weights-after/    and buffers-after: the same after the last step
     FOLDER/rank-N.json              the names of these in order, losses, norms, bytes and seconds
 
-A file holds one tensor, so neither the writer nor a reader needs memory for more.
+A file holds one tensor, so neither the writer nor a reader needs memory for more than one.
 
-Of the processes that hold the same part of a model one writes: the main process, and in a pipeline one for each stage.
+Of the processes that hold the same part of a model, one writes it: the main process, and one process for each stage of
+a pipeline.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ from unisono.train.step_sync import LOSS
 class Dump:
     """The files of one process.
 
-    content  what goes into rank-N.json
-    models   those that the run tracks, by name
+    content  the content of rank-N.json
+    models   the tracked models, by name
     """
 
     def __init__(self, folder: Path, rank: int, steps: int) -> None:
         self.folder, self.rank, self.steps = folder, rank, steps
         self.models: Mapping[str, torch.nn.Module] = {}
         self.content: dict[str, Any] = {
-            "written": {},  # {part: [[name, is there one?], ...]}; file i is that of name i
+            "written": {},  # {part: [[name, whether the tensor exists], ...]}; file i belongs to name i
             "losses": [],  # [part, loss]
             "norms": [],  # [part, norm], before clipping
-            "seconds": [],  # of every step, without what is written here
-            "bytes": {"parameters": 0, "gradients": 0, "optimizer": 0},  # the most that lay here at once, of each
-            "elements": {},  # of the parameters of this process's layers, were they whole; and of those that train
-            "dropout": "",  # a module that drops something
+            "seconds": [],  # of every step, without the time for writing files
+            "bytes": {"parameters": 0, "gradients": 0, "optimizer": 0},  # peak memory of each kind on this process
+            "elements": {},  # of the parameters of this process's layers, as whole tensors; and of the trained ones
+            "dropout": "",  # a module with dropout
         }
         self._aside = 0.0
         self._began = 0.0
 
     @contextmanager
     def aside(self, group: ProcessGroup) -> Iterator[None]:
-        """Return a block that is no part of training: all wait for the process that writes, and no clock counts it."""
+        """Return a block that does not count as training: all processes wait for the writer, and no clock counts it."""
         began = time.perf_counter()
         yield
         group.barrier()
@@ -72,7 +73,7 @@ class Dump:
         self.content["seconds"].append(time.perf_counter() - self._began - self._aside)
 
     def write(self, part: str, tensors: Iterable[tuple[str, torch.Tensor | None]], mesh: Mesh) -> None:
-        """Write a file for each tensor, whole. All processes call this with the same names, or those of their stage."""
+        """Write a file for each whole tensor. All processes call this with the same names, or those of their stage."""
         mine = {axis: getattr(mesh, axis).rank for axis in ("replicate", "shard", "tensor", "context")}
         writes = not any(mine.values())
         folder = self.folder / f"rank-{self.rank}" / part
@@ -92,14 +93,14 @@ class Dump:
         self.content["elements"] = {"parameters": sum(p.numel() for p in params), "trained": trained}
 
     def weigh(self, kind: str, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Record the memory of this kind that is held here now, including what is around views of it."""
+        """Record the memory of this kind that this process holds now, including the rest of the storage of views."""
         held = [to_local(tensor.detach()) for tensor in tensors if tensor is not None]
         dense = [t if t.layout is torch.strided else t.coalesce().values() for t in held]
         memory = {storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in dense)}
         self.content["bytes"][kind] = max(self.content["bytes"][kind], sum(memory.values()))
 
     def state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, tensor) of all that the tracked models hold, each once; several models prefix their names."""
+        """Yield (name, tensor) for the state of the tracked models, each once. Several models prefix their names."""
         seen: set[int] = set()
         for model, module in self.models.items():
             for name, value in module.state_dict(keep_vars=True).items():
@@ -108,7 +109,7 @@ class Dump:
                     yield f"{model}.{name}" if len(self.models) > 1 else name, value
 
     def write_state(self, when: str, mesh: Mesh) -> None:
-        """Write all that the tracked models hold, before the first step or after the last one."""
+        """Write the state of the tracked models, before the first step or after the last one."""
         state = list(self.state())
         self.write(f"weights-{when}", [each for each in state if isinstance(each[1], torch.nn.Parameter)], mesh)
         self.write(f"buffers-{when}", [each for each in state if not isinstance(each[1], torch.nn.Parameter)], mesh)
@@ -120,14 +121,14 @@ class Dump:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as safetensors takes it: on the CPU, contiguous, of real numbers."""
+    """Return a tensor in the form that safetensors needs: on the CPU, contiguous, of real numbers."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
     return real.cpu().contiguous()
 
 
 class Dumping(Extension):
-    """Write down the gradient of every pass, and the models before the first and after the last step."""
+    """Write the gradient of every pass, and the models before the first and after the last step."""
 
     def __init__(self, dump: Dump, context: RunContext, parts: LoopParts) -> None:
         self.dump, self.models, self.sync, self.checks = dump, context.models, parts.sync, parts.checks
@@ -160,7 +161,7 @@ class Dumping(Extension):
             dump.content["losses"].append([part, total / weight])
 
     def _others(self, gradient: GradientPass) -> list[torch.nn.Parameter]:
-        """Return the parameters that this pass has no gradient for."""
+        """Return the parameters for which this pass has no gradient."""
         ours = set(map(id, gradient.params))
         return [p for p in self.models.params if id(p) not in ours]
 
@@ -181,7 +182,7 @@ class Dumping(Extension):
             dump.write_state("after", self.sync.mesh)
             dump.close()
             self.sync.group.barrier()
-            raise RunStopped  # what the script does behind its loop is no part of this
+            raise RunStopped  # the code after the loop does not belong to the dump
 
 
 def _part(step: int, number: int) -> str:
@@ -189,7 +190,7 @@ def _part(step: int, number: int) -> str:
 
 
 def _dropout(models: Iterable[torch.nn.Module]) -> str:
-    """Return the first module that drops something in training; "": none is known to."""
+    """Return the name of the first module with dropout, or "" if none is known."""
     for model in models:
         for name, part in model.named_modules():
             dropped = getattr(part, "p" if isinstance(part, torch.nn.modules.dropout._DropoutNd) else "dropout", 0.0)
@@ -203,7 +204,7 @@ def dump_run(request: str, rank: int) -> Inspection:
 
     Args:
         request: STEPS:FOLDER.
-        rank: of this process.
+        rank: the rank of this process.
     """
     steps, _, folder = request.partition(":")
     return Inspection(partial(Dumping, Dump(Path(folder), rank, int(steps))))

@@ -5,7 +5,7 @@
     rank 2  b                                                                   rank 2  c
     2 is wrong         all agree          0 is wrong         undecided          undecided
 
-A process that gives two different results is unreliable, and has no vote; of the others more than half must agree.
+A process with two different results is unreliable, and has no vote. More than half of the other processes must agree.
 (Triple modular redundancy: von Neumann, Probabilistic Logics, 1956. Two processes are not enough, unless one of them
 contradicts itself.)
 """

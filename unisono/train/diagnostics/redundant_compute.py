@@ -3,18 +3,21 @@
     every n steps    rank 0     rank 1     rank 2     rank 3
     before the step  v5: 8f3a   v5: 8f3a   v5: 07c1   (waits)       rank 2 computes wrongly
     the step         v0 v1      v2 v3      v4 v5      v6 v7
-                                               '-- must be what it was before
+                                               '-- must be equal to the result before
 
-Processors that compute wrongly now and then, without a word, are not rare among many (Hochschild et al., Cores that
-don't count, HotOS 2021; Dixit et al., Silent data corruptions at scale, arXiv 2102.11245). Randomness is keyed and who
-computes a virtual rank is free, so the same work can be given to another process at any time, and must come out the
-same, to the bit. With three processes or more, whoever computes it in this step and two others do, and two outvote the
-third. With two, both do; if they differ, both compute it once more: who contradicts itself is wrong. If each repeats
-its own, two cannot say which is right. One process computes it twice, and a third time if these differ.
+Among many processors, silent wrong results are not rare (Hochschild et al., Cores that don't count, HotOS 2021; Dixit
+et al., Silent data corruptions at scale, arXiv 2102.11245). Random numbers are keyed, and any process may compute a
+virtual rank. Therefore the same work can be assigned to another process at any time, and must give the same result, to
+the bit.
 
-It happens before the step's rounds, in rounds of their own, which count for nothing: no loss, no weight, no buffer and
-no message of the exchange knows of them. An audited step takes as much longer as a virtual rank does. Which virtual
-rank it is goes around, and so does who computes it beside its own process.
+With three processes or more, the process that computes the virtual rank in this step and two others compute it, and two
+of them outvote the third. With two processes, both compute it. If the results differ, both compute it once more: a
+process that contradicts itself is wrong. If each process repeats its own result, two processes cannot decide which one
+is right. One process computes it twice, and a third time if the results differ.
+
+The audit runs before the step's rounds, in rounds of its own. They have no effect on the loss, the weight, the buffers
+and the messages of the exchange. An audited step takes longer by the time of one virtual rank. The audited virtual rank
+changes from audit to audit, and so do the processes that compute it in addition to its own process.
 """
 
 from __future__ import annotations
@@ -43,12 +46,14 @@ from unisono.train.step_state import StepState
 WHAT = "An audit"
 
 TURNS = {1: (2, 3), 2: (1, 2)}
-"""How often each of so few processes computes it: at least, and if it does not come out the same. Others: once."""
+"""By number of processes: how often each one computes it, at least and if the results differ. Others: once."""
 
 
 class ComputedNumbers(NamedTuple):
-    """What this process made of the virtual rank, by parameter: the gradients that its backward passes gave, as a
-    number, and their sum, whole."""
+    """The results of this process for the virtual rank, by parameter.
+
+    `given` has a hash of the gradients that its backward passes gave, and `grads` the whole of their sum.
+    """
 
     given: Sequence[int]
     grads: Sequence[torch.Tensor | None]
@@ -60,38 +65,38 @@ class ComputedNumbers(NamedTuple):
 
 
 class AuditPlan(NamedTuple):
-    """Which virtual rank is computed by whom; the first of them has it in this step anyway."""
+    """The audited virtual rank and the processes that compute it. The first of them has it in this step anyway."""
 
     virtual_rank: int
     ranks: Sequence[int]
 
 
 class RedundantCompute(Extension):
-    """Compute a virtual rank in several places. Every process of the run has one, or none has.
+    """Compute a virtual rank in several places. Either every process of the run has this audit, or none has.
 
-    done   what was compared: step, virtual rank, ranks
-    found  what differed, for programs; {}: nothing did
+    done   the audits so far: step, virtual rank, ranks
+    found  the differences, for programs; {}: there are none
     """
 
     def __init__(self, context: RunContext, parts: LoopParts, divergence: DivergenceCheck | None) -> None:
-        """`divergence`: compares the weights, where processes have to hold the same ones."""
+        """`divergence` compares the weights of processes that have to hold the same ones."""
         self.parts, self.models, self.every = parts, context.models, context.settings.audit_every
         self.divergence = divergence
         self.spare = SpareRounds(parts.source, context.models, parts.checks)
         self.done: list[tuple[int, int, Sequence[int]]] = []
         self.found: Mapping[str, Any] = {}
-        self._now: AuditPlan | None = None  # what is compared in this step
-        self._right = 0  # hash of what the step's own backward passes must give
+        self._now: AuditPlan | None = None  # the audit of this step
+        self._right = 0  # the hash that the step's own backward passes must give
         self._noted: list[list[torch.Tensor]] = []  # by parameter
         self._hooks: list[Any] = []
 
     @property
     def world(self) -> ProcessGroup:
-        """The processes that make steps together."""
+        """The processes that run steps together."""
         return self.parts.sync.group
 
     def plan(self, step: int) -> AuditPlan | None:
-        """Return what is audited in `step`; None: nothing."""
+        """Return the audit of `step`, or None if it has none."""
         if (step + 1) % self.every:
             return None
         source, turn = self.parts.source, (step + 1) // self.every - 1
@@ -109,15 +114,15 @@ class RedundantCompute(Extension):
         """Yield the micro-batches of the audited virtual rank, if this process computes it. The first step has none.
 
         Raises:
-            DivergenceError: the results differ; on every process.
+            DivergenceError: the results differ. All processes raise the error.
         """
         plan = self.plan(step.number) if gradient.seen else None
         if plan is None:
             return
         world = self.world
         least, most = TURNS.get(world.size, (1, 1))
-        turns: list[ComputedNumbers | None] = []  # what this process made
-        said: list[Sequence[Sequence[int] | None]] = []  # what all made: all of it in one number, what backward gave
+        turns: list[ComputedNumbers | None] = []  # the results of this process
+        said: list[Sequence[Sequence[int] | None]] = []  # of all processes: a hash in total, hashes of backward passes
         for turn in range(1, most + 1):
             turns.append((yield from self._compute(step, gradient, plan)) if world.rank in plan.ranks else None)
             made = turns[-1]
@@ -166,7 +171,7 @@ class RedundantCompute(Extension):
         """Compare the gradients of the step's own rounds with those of the audit before them.
 
         Raises:
-            DivergenceError: they differ; on every process.
+            DivergenceError: they differ. All processes raise the error.
         """
         plan, self._now = self._now, None
         if plan is None:
@@ -183,7 +188,7 @@ class RedundantCompute(Extension):
     def result(self) -> Mapping[str, Any]:
         return {"audits": len(self.done)}
 
-    # -- what is said
+    # -- errors
 
     def _object(
         self,
@@ -194,9 +199,9 @@ class RedundantCompute(Extension):
         turns: Sequence[ComputedNumbers | None],
         said: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
-        """Raise DivergenceError for results that differ, unless weights differ and are repaired."""
+        """Raise DivergenceError for results that differ, unless the weights differ and are repaired."""
         if self.divergence is not None and not self.divergence.compare(step.number, now=True):
-            return  # other weights give other gradients; they are repaired
+            return  # different weights give different gradients; the weights are repaired
         works = [AuditWork(turn, rank, row[0]) for turn, of in enumerate(said) for rank, row in enumerate(of) if row]
         # two results that differ; if the wrong one is known, it comes first
         wrong = next((w for w in works if w.rank in verdict.wrong and w.number != verdict.right), works[0])
@@ -217,7 +222,7 @@ class RedundantCompute(Extension):
     def _where(
         self, gradient: GradientPass, turns: Sequence[ComputedNumbers | None], wrong: AuditWork, right: AuditWork
     ) -> str:
-        """Describe the first parameter whose gradients differ in these two, and how; the same on every process."""
+        """Describe the first parameter whose gradients differ in these two; the same on every process."""
         world, params = self.world, gradient.leaves
 
         def of(work: AuditWork) -> ComputedNumbers | None:
@@ -259,7 +264,7 @@ class RedundantCompute(Extension):
 
 
 class AuditWork(NamedTuple):
-    """What a process made in one turn, as a number."""
+    """The result of a process in one turn, as a hash."""
 
     turn: int
     rank: int
@@ -273,7 +278,7 @@ def dense(p: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
 
 
 def build_audit(context: RunContext, parts: LoopParts, divergence: DivergenceCheck | None) -> list[RedundantCompute]:
-    """Build the audit of a run, if the settings ask for it. Machines that differ would accuse each other."""
+    """Build the audit of a run, if the settings enable it. Different machines would accuse each other."""
     if not context.settings.audit_every:
         return []
     if context.progress.differences:

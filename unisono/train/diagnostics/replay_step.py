@@ -1,10 +1,10 @@
-"""Replay: compute one step of an earlier run again on one process, and write down what its micro-batches show.
+"""Replay: compute one step of an earlier run again on one process, and write a record of its micro-batches.
 
     checkpoint      steps on the way         the step                    `unisono replay RUN --step 43`
-    after 40   -->  40  41  42          -->  43: v0 v1 ... v7            written down, or entered with a debugger
+    after 40   -->  40  41  42          -->  43: v0 v1 ... v7            recorded, or stopped in a debugger
                     as in any run            '-- or one of them alone
 
-Placement changes no bit, so whatever the job was, one process computes the same step: the same losses, the same
+Placement changes no bit. For any earlier run, one process therefore computes the same step: the same losses, the same
 gradient, the same NaN.
 """
 
@@ -36,16 +36,16 @@ from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS
 
 SHOWN = 8
-"""Samples whose names a debugger is greeted with."""
+"""Number of samples that a debugger names when it starts."""
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """The step that is replayed.
+    """The step to replay.
 
-    virtual_rank  the only one that is computed of it; None: all of them, and what the update makes of them
-    debug         stop in a debugger as its first micro-batch is handed to the loop
-    file          what is seen goes there, a line of JSON each
+    virtual_rank  the only one to compute; None: all of them, and the update
+    debug         stop in a debugger when the loop receives its first micro-batch
+    file          the file for the record, with one line of JSON for each event
     """
 
     step: int
@@ -55,7 +55,7 @@ class ReplayRequest:
 
     @classmethod
     def of(cls, words: str) -> ReplayRequest:
-        """STEP:VIRTUAL RANK or nothing:debug or nothing:FILE."""
+        """Parse STEP:VIRTUAL RANK or nothing:debug or nothing:FILE."""
         step, virtual_rank, debug, file = words.split(":", 3)
         return cls(int(step), int(virtual_rank) if virtual_rank else None, bool(debug), Path(file))
 
@@ -70,13 +70,13 @@ class ReplayRequest:
 
 
 class Replay(Extension):
-    """Write down what comes of each round of the step as soon as it is known, and end the run after the step."""
+    """Record each round of the step as soon as it is computed, and end the run after the step."""
 
     def __init__(self, request: ReplayRequest, context: RunContext, parts: LoopParts) -> None:
         self.request, self.models, self.scale = request, context.models, context.scale
         self.source, self.sync, self.checks = parts.source, parts.sync, parts.checks
         self._has_stopped = False  # in the debugger
-        self._loss: tuple[float, float] | None = None  # sum and weight of the round under way
+        self._loss: tuple[float, float] | None = None  # sum and weight of the current round
 
     def before_step(self, step: StepState) -> None:
         number, order = step.number, self.source.order
@@ -86,7 +86,7 @@ class Replay(Extension):
             self.request.write(kind="step", step=number, epoch=order.epoch(number), samples=order.batch_size(number))
 
     def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
-        """Yield the rounds of one virtual rank, if only that is replayed; then the run ends, without a gradient."""
+        """Yield the rounds of one virtual rank, if only this one is replayed. Then the run ends, without a gradient."""
         virtual_rank = self.request.virtual_rank
         if step.number == self.request.step and virtual_rank is not None:
             for _, batch, _ in self.rounds(step, gradient, self._alone(step, gradient, virtual_rank)):
@@ -156,10 +156,10 @@ class Replay(Extension):
 
     def step_ended(self, step: StepState) -> None:
         if step.number == self.request.step:
-            raise RunStopped  # what comes after the step is no part of it
+            raise RunStopped  # the code after the step does not belong to the replay
 
     def _stop_in_debugger(self, place: MicroBatchId) -> None:
-        """Stop in a debugger where the loop takes its batch."""
+        """Stop in a debugger at the line at which the loop receives its batch."""
         samples = self._samples_of(place)
         more = f", ... {len(samples)} in all" if len(samples) > SHOWN else ""
         print(
@@ -171,7 +171,7 @@ class Replay(Extension):
         Debugger(nosigint=True).set_trace(_frame_of_loop())
 
     def _samples_of(self, place: MicroBatchId) -> list[Any]:
-        """Return the names of a micro-batch's samples: numbers, or in a stream shards and offsets."""
+        """Return the names of a micro-batch's samples: numbers, or shards and offsets in a stream."""
         numbers = self.source.order.micro_batches(place.step, place.virtual_rank)[place.number]
         data = self.source.loader.fetcher.data
         if isinstance(data, Stream):
@@ -183,7 +183,7 @@ class Replay(Extension):
 
 
 class Debugger(pdb.Pdb):
-    """The debugger of Python; `quit` ends the replay, and not with an error."""
+    """The debugger of Python. `quit` ends the replay without an error."""
 
     def do_quit(self, arg: str) -> None:
         sys.settrace(None)
@@ -196,7 +196,7 @@ class Debugger(pdb.Pdb):
 
 
 class LayerNorms:
-    """Measure what the backward passes of a round give: the norm, and the parameters that get something not finite."""
+    """Measure the gradients of the backward passes of a round: the norm, and the parameters with values not finite."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
         self.squares = 0.0
@@ -233,7 +233,7 @@ def replay_run(request: str, rank: int) -> Inspection:
     """Return an inspection that replays a step.
 
     Args:
-        request: as ReplayRequest.of takes it.
-        rank: of this process.
+        request: the text for ReplayRequest.of.
+        rank: the rank of this process.
     """
     return Inspection(partial(Replay, ReplayRequest.of(request)))

@@ -1,8 +1,8 @@
-"""Trace: write down what a run does, so that two placements of it can be compared (`unisono check`).
+"""Trace: record the computations of a run, so that two placements of it can be compared (`unisono check`).
 
-For every micro-batch: its samples, its loss, its gradient; for every step: the sum, and what the update made of it. All
-as hashes of the exact bits. And what may explain a difference: the threads, lines of the script that read the rank or
-the number of processes, and its own collectives.
+The record has the samples, the loss and the gradient of every micro-batch, and the sum and the update of every step.
+All are hashes of the exact bits. It also has facts that may explain a difference: the threads, lines of the script that
+read the rank or the number of processes, and collectives of the script.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ RANK_FUNCTIONS = ("get_rank", "get_world_size")
 
 
 class Trace:
-    """The lines of one process, `rank-N.jsonl`: a list each, [kind, step, place, name, hash]."""
+    """The lines of one process, `rank-N.jsonl`. Each line is a list: [kind, step, place, name, hash]."""
 
     def __init__(self, folder: Path, rank: int, steps: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
         self.steps = steps
         self.step = -1
-        self.place: list[int] = []  # pass, virtual rank, number; in the rounds. After them, the pass alone
+        self.place: list[int] = []  # pass, virtual rank, number within the rounds; after them, the pass alone
 
     def line(self, kind: str, name: str, value: str) -> None:
         self.file.write(json.dumps([kind, self.step, self.place, name, value]) + "\n")
         self.file.flush()
 
     def note_caller(self, what: str, depth: int = 2) -> None:
-        """Note that the script read or called something, with its line; not if Unisono or torch did.
+        """Record that the script read or called something, with its line, unless Unisono or torch did so.
 
         Args:
-            what: the name of what was read or called.
+            what: the name of the property or function.
             depth: frames from here to the caller.
         """
         frame = sys._getframe(depth)
@@ -75,11 +75,11 @@ class Trace:
 
 
 class Tracing(Extension):
-    """Write down what a run does, and end it after some steps."""
+    """Record the computations of a run, and end it after some steps."""
 
     def __init__(self, trace: Trace, context: RunContext, parts: LoopParts) -> None:
         self.trace, self.models, self.source = trace, context.models, parts.source
-        self._found: dict[str, list[str]] = {}  # hashes of the gradients of the round under way, by parameter
+        self._found: dict[str, list[str]] = {}  # hashes of the gradients of the current round, by parameter
 
     def before_step(self, step: StepState) -> None:
         if step.number >= self.trace.steps:
@@ -117,7 +117,7 @@ class Tracing(Extension):
         return note
 
     def _fetch_again(self, place: MicroBatchId, batch: Any) -> None:
-        """Check that the data set gives the same once more, under the same key."""
+        """Check that the data set returns the same batch again, under the same key."""
         fetcher = self.source.loader.fetcher
         if isinstance(fetcher.data, IndexDataset) or self.trace.place[0]:
             return
@@ -154,7 +154,7 @@ class Tracing(Extension):
 
 
 def watch_collectives(trace: Trace) -> None:
-    """Note from now on which collectives the script calls itself, and where it reads its rank."""
+    """Record from now on which collectives the script calls, and where it reads its rank."""
     for name in (*COLLECTIVES, *RANK_FUNCTIONS):
         setattr(dist, name, _noted(getattr(dist, name), f"torch.distributed.{name}", trace))
 
@@ -169,7 +169,7 @@ def _noted(function: Callable[..., Any], name: str, trace: Trace) -> Callable[..
 
 
 def warn_of_operators(trace: Trace) -> None:
-    """Note which operators torch knows no deterministic kernel of (torch.use_deterministic_algorithms)."""
+    """Record the operators for which torch has no deterministic kernel (torch.use_deterministic_algorithms)."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
@@ -182,11 +182,11 @@ def warn_of_operators(trace: Trace) -> None:
 
 
 def trace_run(request: str, rank: int) -> Inspection:
-    """Return an inspection that writes down what a run does.
+    """Return an inspection that records the computations of a run.
 
     Args:
         request: STEPS:FOLDER, or STEPS:operators:FOLDER.
-        rank: of this process.
+        rank: the rank of this process.
     """
     steps, _, folder = request.partition(":")
     operators = folder.startswith("operators:")

@@ -29,7 +29,7 @@ def collective_pass(
     """Return a block in which all processes run a model over a data set, as an attempt at a collective.
 
     Args:
-        context: of the run.
+        context: the context of the run.
         verb: "run.evaluate" or "run.predict".
         model: the model.
         data: the data set.

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, on any number of processes, with the bits of one.
+"""Evaluation: every sample counts once, and the bits do not depend on the number of processes.
 
 The data is cut into micro-batches whose shape depends on the settings alone (data/eval_loader.py). Each process
 computes some of them and writes their sums into its rows of a table. All processes add up the rows in order.
@@ -22,7 +22,7 @@ Measure = Callable[..., Any]
 
 
 def evaluate(outputs: ModelOutputs, measure: Measure, context: ContextParallel) -> dict[str, float]:
-    """Return the means of a measure (see Run.evaluate). Where sequences are divided, all slices are added up."""
+    """Return the means of a measure (see Run.evaluate). If sequences are divided, all slices are added up."""
     outputs.part = context.part
     rows: dict[str, list[tuple[int, float, float]]] = {}
     for micro_batch, output in outputs:

@@ -16,7 +16,7 @@ Forward = Callable[[torch.nn.Module, Any], Any]
 
 
 def call(model: Callable[..., Any], batch: Any) -> Any:
-    """Call a model on a batch as `forward` does by default: with its first part, or with a mapping's items by name."""
+    """Call a model on a batch as the default `forward` does: with its first part, or with a mapping's items by name."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
@@ -43,8 +43,8 @@ def evaluation_mode(models: Sequence[torch.nn.Module], device: torch.device) -> 
 def restored_rng(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
     """Restore modes, buffers and attributes of the models, and all random number generators, after this block.
 
-    Otherwise the next step would depend on which process computed what in here. Yields a function that restores the
-    buffers and attributes at once.
+    Otherwise the next step would depend on the samples that this process computed here. Yields a function that
+    restores the buffers and attributes at once.
     """
     modes = [(part, part.training) for model in models for part in model.modules()]
     slots = [slot for model in models for slot in slots_of(model)]
@@ -62,7 +62,7 @@ def restored_rng(models: Sequence[torch.nn.Module], device: torch.device) -> Ite
         with preserve_rng(device):
             yield restore
     finally:
-        for part, training in modes:  # not model.train(): a part may be in eval mode for good
+        for part, training in modes:  # not model.train(): a part may be in eval mode permanently
             part.training = training
         for slot in slots:
             slot.put_back()

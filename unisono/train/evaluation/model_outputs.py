@@ -25,11 +25,11 @@ class ModelOutputs:
     process has to leave early, RunStopped is raised on all of them.
 
     forward     forward(model, batch) -> output
-    must_leave  return whether this process has to leave early
+    must_leave  returns whether this process has to leave early
     ended       is called after the last forward pass of this process
-    restore     is called before every micro-batch: it undoes what the last one changed in the models
-    speaks      whether the output counts: one of several processes with the same outputs has it
-    part        a context that gives the part of a batch that this process computes; by default all of it
+    restore     is called before every micro-batch: it undoes the changes of the previous one in the models
+    speaks      whether the output counts: of several processes with the same outputs, one contributes it
+    part        a context that returns the part of a batch that this process computes; by default the whole batch
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from unisono.train.evaluation.model_outputs import ModelOutputs
 def predict(outputs: ModelOutputs) -> Any:
     """Return one row for each sample, in the data's order (see Run.predict)."""
     spec: TreeSpec | None = None
-    numbers: list[tuple[int, int]] = []  # of this process's micro-batches, with their rows
+    numbers: list[tuple[int, int]] = []  # (number, rows) of each micro-batch of this process
     pieces: list[list[Tensor]] = []
     for micro_batch, output in outputs:
         leaves, found = tree_flatten(output)
@@ -55,7 +55,7 @@ def _rows(leaf: Any, micro_batch: EvalBatch) -> Tensor:
             f"The model returned {got}.",
             "return tensors with one row for each sample: forward=lambda model, batch: model(batch[0]).logits, say.",
         )
-    return leaf.detach().to("cpu", copy=True)  # the model may write there again
+    return leaf.detach().to("cpu", copy=True)  # copy, because the model may write to this memory again
 
 
 def _only(kinds: set[tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
@@ -80,7 +80,7 @@ def _same_structure(before: Any, now: Any) -> Any:
 
 
 def _told(spec: TreeSpec) -> Any:
-    """Return the structure as JSON."""
+    """Return the structure as a JSON value."""
     try:
         return json.loads(treespec_dumps(spec))
     except NotImplementedError as error:

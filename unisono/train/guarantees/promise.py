@@ -27,9 +27,9 @@ def promise(context: RunContext) -> tuple[str, str]:
         what = ", ".join(f"{c['field']} from {c['from']} to {c['to']}" for c in progress.changes)
         first = min(c["step"] for c in progress.changes)
         if before.startswith(PROMISES[0]):  # or "exact until" such a step already
-            return f"{before.partition(' until ')[0]} until step {first}", f"then other mathematics: {what}"
+            return f"{before.partition(' until ')[0]} until step {first}", f"then other computations: {what}"
         why, _, _ = why.partition(OTHERWISE)  # without the text of earlier changes, which are among these
-        return before, f"{why}{OTHERWISE}{first} on other mathematics: {what}"
+        return before, f"{why}{OTHERWISE}{first} on other computations: {what}"
     return max(here, (before, why), key=lambda promised: _rank(promised[0]))
 
 

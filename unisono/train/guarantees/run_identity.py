@@ -1,4 +1,4 @@
-"""What a run's bits depend on: its mathematics and its machine. Compared between processes, and at resume."""
+"""The identity of a run: the settings and the machine that its bits depend on. Compared between ranks and at resume."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], accepted: list[str], co
     """Return a problem for every field in which a resumed run differs from the run before.
 
     Args:
-        before: settings of the mathematics by their names, and the fields of ENVIRONMENT, of the run before.
+        before: settings that change the bits, by name, and the fields of ENVIRONMENT, of the run before.
         now: the same fields of this run.
         accepted: names of changes that the user accepts.
         command: the command that the user typed. Each problem shows it with all changes accepted.

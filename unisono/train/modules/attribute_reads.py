@@ -1,8 +1,8 @@
 """Observe whether modules read an attribute before they write it.
 
-While a module is observed, its class is a subclass of its own that notes the first use of every attribute. Nothing else
-about the module changes, and its class is put back after one virtual rank. Where torch.compile has compiled something,
-nothing is observed: compiled code depends on the class of a module.
+While a module is observed, its class is a subclass of its own that records the first use of every attribute. Nothing
+else about the module changes, and its class is restored after one virtual rank. If torch.compile has compiled any code,
+nothing is observed, because compiled code depends on the class of a module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AttributeReads:
     """The attributes to observe, and the modules that are observed now."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, dict[str, int]] = {}  # module -> attribute -> for how many virtual ranks more
+        self._asked: dict[str, dict[str, int]] = {}  # module -> attribute -> number of virtual ranks left to observe
         self._observed: dict[str, tuple[torch.nn.Module, type]] = {}
 
     def observe(self, module: str, attribute: str) -> None:
@@ -36,7 +36,7 @@ class AttributeReads:
         self._asked.setdefault(module, {})[attribute] = PATIENCE
 
     def begin(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Note from now on how the attributes are used."""
+        """Record the use of the attributes from now on."""
         if not self._asked or self._observed or _compiles():
             return
         for name in self._asked:
@@ -47,13 +47,13 @@ class AttributeReads:
                 if kind not in _observers:
                     _observers[kind] = _observer_of(kind)
                 module.__class__ = _observers[kind]
-            except TypeError:  # objects of this class are laid out in another way
+            except TypeError:  # the memory layout of this class does not allow it
                 continue
             _noted[id(module)] = {}
             self._observed[name] = module, kind
 
     def end(self) -> dict[tuple[str, str], bool]:
-        """Stop observing. Returns {(module, attribute): whether it was read before it was written}, of those used."""
+        """Stop observing. Return {(module, attribute): whether it was read before it was written} of the used ones."""
         if not self._observed:
             return {}
         found: dict[tuple[str, str], bool] = {}

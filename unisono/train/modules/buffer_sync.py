@@ -1,7 +1,7 @@
 """Buffers that a forward pass changes: batch norm's running statistics, a spectral norm's vectors, a counter.
 
-With several virtual ranks, each of them begins a pass with the buffers as they were when the pass began, whatever the
-same process has computed before. Their changes are combined when the pass ends:
+With several virtual ranks, each one begins with the buffers as they were when the pass began, and not with the buffers
+that the previous virtual rank of its process has left. Their changes are combined when the pass ends:
 
     batch norm     running <- a * running + c is affine, with a = (1 - momentum)^forwards. The (a, c) of every virtual
                    rank is one row of a table, and each process folds the rows in the order of virtual ranks, in
@@ -65,8 +65,8 @@ class BufferSlot:
     def differs(self, *, at_any_cost: bool = False) -> bool:
         """Return whether the content has changed, whatever the version is.
 
-        torch's batch_norm and writes through `.data` do not raise the version. Large buffers, and those on an
-        accelerator, which would have to be waited for, are compared only `at_any_cost`.
+        torch's batch_norm and writes through `.data` do not raise the version. Large buffers, and buffers on an
+        accelerator, whose comparison causes a synchronization, are compared only `at_any_cost`.
         """
         now, value = self.holder.get(self.key), self.value
         if now is None or value is None or now is value:
@@ -134,7 +134,7 @@ NOTHING: Gathered = (None, None, None)
 
 @dataclass
 class BufferSync:
-    """Combine the changes of buffers of all placed models after each pass."""
+    """Combine the changes of the buffers of all placed models after each pass."""
 
     group: ProcessGroup
     virtual_ranks: int
@@ -233,7 +233,7 @@ class BufferSync:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What processes have to exchange, by name."""
+        """The kinds of changes that processes have to exchange, by name."""
         if self.virtual_ranks == 1:
             return {}
         return {"norms": bool(self._rows), "buffers": self._others_changed, **self.attributes.flags}
@@ -305,7 +305,7 @@ class BufferSync:
         width = len(self.norms) + sum(self._sizes())
         rows = torch.zeros(self.virtual_ranks, width, dtype=torch.float64, device=self.group.device)
         for virtual_rank, row in self._rows.items():
-            rows[virtual_rank] += row  # makes +0 of -0 also where no other process adds zeros
+            rows[virtual_rank] += row  # turns -0 into +0, as an addition of another process's zero does
         return list(self.group.sum_(rows))
 
     def _running(self) -> list[BufferSlot]:
@@ -395,7 +395,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-# -- what batch norm cannot do
+# -- limits of batch norm
 
 
 def refuse_sync(model: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The models of a run: which were placed, which parameters train now, and whether models have grown."""
+"""The models of a run: the placed modules, the parameters that are trained now, and the growth of models."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ class Models:
         self.tracked: list[torch.nn.Module] = []
         """The modules with buffers that are tracked, placed or not."""
         self.busy = False
-        """Whether a step or an evaluation is under way, in which all processes make forward passes."""
+        """Whether a step or an evaluation is in progress, in which all processes run forward passes."""
         self.plans: list[Plan | ParallelPlan | None] = []
-        """How each model is divided along the axis `tensor`; None: by the default plan."""
+        """The division of each model along the axis `tensor`; None: the default plan."""
         self.comm_hook: tuple[Any, Any] | None = None
         """The communication hook of the script, (state, hook), which every exchange gets."""
         self.divided_loss = False
         """Whether logits come out of a model divided by classes."""
         self.heard: list[Callable[[], None]] = []
-        """Functions to call when other parameters train than before."""
+        """Functions to call when the set of trained parameters has changed."""
         self._undo: Callable[[], None] | None = None  # ends reductions over whole tensors
         self._signature: list[bool] | None = None
         self._grew = True  # a parameter or module was registered since the last check
@@ -139,12 +139,12 @@ class Models:
     def ties(self) -> str:
         """The names of parameters that several stages of a pipeline use, as text.
 
-        Their gradients are added once a step, and not in every micro-batch, which gives other bits.
+        Their gradients are added once a step, and not in every micro-batch, which results in other bits.
         """
         return ", ".join(self.pipeline.names.tied) if self.pipeline is not None else ""
 
     def track(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Set the tracked modules. Their buffers are synchronized too, wherever their parameters are."""
+        """Set the tracked modules. Their buffers are synchronized, too, wherever their parameters are."""
         self.tracked = list(modules)
         self._grew = True
 
@@ -163,7 +163,7 @@ class Models:
         ]
 
     def on_change(self) -> None:
-        """Register hooks that notice when a model grows."""
+        """Register hooks that detect the growth of a model."""
         self._notices = [
             register_module_module_registration_hook(self._notice),
             register_module_parameter_registration_hook(self._notice),
@@ -171,7 +171,7 @@ class Models:
         ]
 
     def check_growth(self) -> bool:
-        """Update which parameters train. Returns whether that has changed.
+        """Update the set of trained parameters. Return whether it has changed.
 
         Raises:
             LoopError: no parameter trains, and there is no pipeline, in which other stages may train.
@@ -201,7 +201,7 @@ class Models:
         )
 
     def _look_again(self, *, share: bool) -> bool:
-        """Find new parameters and buffers. Returns whether the parameters have changed.
+        """Find new parameters and buffers. Return whether the parameters have changed.
 
         With `share`, which all processes pass between two steps, new buffers get the values of the main process, as in
         run.place.

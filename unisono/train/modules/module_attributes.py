@@ -1,7 +1,7 @@
 """Attributes of modules that a forward pass changes: the longest text seen so far, a counter, a cached mask.
 
-With several virtual ranks, each begins a pass with the attributes as they were when the pass began, as with buffers.
-After the pass every process has the values of the first virtual rank with work:
+With several virtual ranks, each one begins with the attributes as they were when the pass began, as with buffers. After
+the pass every process has the values of the first virtual rank with work:
 
     virtual rank   reads   writes                      after the pass, on every process
     0              16      20                          20
@@ -36,7 +36,7 @@ Key = tuple[str, str]
 
 
 class AttributeValue(NamedTuple):
-    """The value of an attribute after a virtual rank. `same`: it has written into the object that was there."""
+    """The value of an attribute after a virtual rank. `same`: the existing object was changed in place."""
 
     value: Any
     same: bool
@@ -78,8 +78,8 @@ class ModuleAttributes:
         self._state: set[Key] = set()  # read before they are written: state from one micro-batch to the next
         self._moved: set[Key] = set()  # changed since the loop began
         self._made: dict[Key, AttributeValue] = {}  # values of the first virtual rank
-        self._left: list[str] = []  # descriptions of what changed and cannot be sent
-        self._unclear: dict[Key, str] = {}  # changed while divided; whether they are read first is not known yet
+        self._left: list[str] = []  # descriptions of changed attributes that cannot be sent
+        self._unclear: dict[Key, str] = {}  # changed while divided; not known yet whether they are read first
         self._swapped: str = ""  # a module that a forward pass has replaced
         self._waiting: Mapping[str, Any] = {}  # saved values whose modules are not known yet
 
@@ -157,14 +157,14 @@ class ModuleAttributes:
 
     @property
     def flags(self) -> dict[str, bool]:
-        """What processes have to exchange, by name."""
+        """The kinds of changes that processes have to exchange, by name."""
         return {"attributes": bool(self._made or self._left or self._swapped)}
 
     def gather(self, group: ProcessGroup) -> Gathered:
         """Return the values of the first virtual rank. Every process calls this. No attribute changes.
 
         Raises:
-            LoopError: a forward pass has replaced a module; on every process.
+            LoopError: a forward pass has replaced a module. All processes raise the error.
         """
         tensors = TensorTable()
         plain = encode([[*key, *made] for key, made in self._made.items()], "attributes", tensors)
@@ -202,13 +202,13 @@ class ModuleAttributes:
     # -- how an attribute is used
 
     def _observe(self, keys: Collection[Key]) -> None:
-        """Observe in the next virtual rank whether these are read before they are written."""
+        """Observe in the next virtual rank whether these attributes are read before they are written."""
         for module, attribute in keys:
             self._reads.observe(module, attribute)
 
     def _learn(self) -> None:
         for key, read in self._reads.end().items():
-            if read and key in self._outputs:  # it has read the value of another virtual rank of this process
+            if read and key in self._outputs:  # it has read the value that another virtual rank of this process left
                 self._left.append(
                     f"{self._words(key, vars(self._modules[key[0]]).get(key[1]))}, later than it wrote it"
                 )
@@ -218,7 +218,7 @@ class ModuleAttributes:
                 self._unclear.pop(key, None)
 
     def _undo_swaps(self) -> None:
-        """Restore modules that were replaced, so that the next virtual rank begins as this one did."""
+        """Restore replaced modules, so that the next virtual rank begins with the same modules as this one."""
         for name, children in self._children.items():
             now = self._modules[name]._modules
             for key, child in children.items():
@@ -247,7 +247,7 @@ class ModuleAttributes:
         return {"attributes": found, "buffers": buffers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned. Values of models that are not placed yet are kept for them."""
+        """Load a result of `state_dict`. Values of models that are not placed yet are kept for them."""
         self._waiting = state
         if self._modules:
             self._take_up()

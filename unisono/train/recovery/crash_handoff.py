@@ -1,14 +1,14 @@
-"""A run with replicated shards that restarts after a death loses no step: processes that fail dump their replicas.
+"""Dump replicas of shards when a process fails, so that a restarted run loses no step.
 
-    process 0   shard 0, copy of 2   leaves both --.                      process 0   shard 0
-    process 1   shard 1, killed                    |--  begin again  -->  process 1   shard 1, from process 2
-    process 2   shard 2, copy of 1   leaves both --'                      process 2   shard 2
+    process 0   shard 0, copy of 2   dumps both ---.                      process 0   shard 0
+    process 1   shard 1, killed                    |--   restart     -->  process 1   shard 1, from process 2
+    process 2   shard 2, copy of 1   dumps both ---'                      process 2   shard 2
 
-A process that fails because another one has died writes its own snapshots and its neighbor's (shard_replica.py) into
-the run's directory, of all steps of which it has them. The launcher otherwise ends a broken run within half a second;
-here it waits. When all begin again, each takes what the process in its place has left, and `ShardReplica.restore` does
-the rest: the newest step that is whole everywhere. Where there is none, as when two neighbours are gone, the checkpoint
-is the way.
+A process that fails because another process has died writes two kinds of snapshots into the run's directory: its own
+and its neighbor's (shard_replica.py). It writes the snapshots of all steps that it holds. The launcher usually ends a
+broken run within half a second; in this case it waits. After the restart, each process reads the dump of its rank, and
+`ShardReplica.restore` continues from the newest step that is complete on all processes. If there is no such step, for
+example because two neighbors were lost, the run continues from the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def hands_off(context: RunContext) -> bool:
 
 
 def dump_replicas(context: RunContext, replica: ShardReplica, error: Exception) -> None:
-    """Write the replicas of this process, which fails with `error`, if that is the death of another process."""
+    """Write the replicas of this process if `error`, with which it fails, is the death of another process."""
     monitor = context.group.monitor
     if monitor is None or not hands_off(context) or not monitor.is_peer_loss(error):
         return

@@ -1,4 +1,4 @@
-"""Keep a copy of every shard on the next process, step after step (parallel.replicate_shards)."""
+"""Keep a copy of every shard on the next process, updated after every step (parallel.replicate_shards)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.train.step_state import StepState
 
 
 class Replication(Extension):
-    """Copy shards between two steps, and leave the copies behind if another process dies."""
+    """Copy shards between two steps, and dump the copies if another process dies."""
 
     def __init__(self, context: RunContext, replica: ShardReplica) -> None:
         self.context, self.replica = context, replica
@@ -30,7 +30,7 @@ class Replication(Extension):
 
 
 def build_replication(context: RunContext) -> list[Extension]:
-    """Build the copies of shards, and continue from those that a broken run left behind. All processes call this."""
+    """Build the copies of shards, and continue from the dumps of a broken run. All processes call this."""
     if not context.settings.parallel.replicate_shards:
         return []
     replica = ShardReplica(context.state.tracked, context.mesh, context.models.reshard)

@@ -1,24 +1,25 @@
 """Replicas of shards: every shard, with its optimizer state, has a copy on the next process of the axis `shard`.
 
-Whole models beside each other are copies of each other. Of a model that several processes share each part is there
-once, and lost with its process. So each hands a copy on after every step, around a ring:
+Processes with whole models are copies of each other. If several processes share one model, each part exists only once
+and is lost with its process. Therefore each process sends a copy of its part along a ring after every step:
 
     process   0          1          2          3
     has       shard 0    shard 1    shard 2    shard 3
-    keeps     copy of 3  copy of 0  copy of 1  copy of 2     lost with their processes and still there: 0, 2, or both;
-                                                             1 and 2 at once: shard 1 is nowhere any more
+    keeps     copy of 3  copy of 0  copy of 1  copy of 2     recoverable losses: process 0, process 2, or both;
+                                                             not recoverable: 1 and 2 at once (shard 1 is lost)
 
-(Checkpoints in the memory of others: Wang et al., GEMINI, SOSP 2023.) A copy is packed between two steps, and travels
-while the next one computes:
+(Checkpoints in the memory of other processes: Wang et al., GEMINI, SOSP 2023.) A copy is packed between two steps, and
+is sent while the next step computes:
 
     step n       ... update | pack n, send n
-    step n + 1   rounds ..... arrived | meet: all have n | update | pack n + 1, send n + 1
+    step n + 1   rounds ..... received | synchronize: all have n | update | pack n + 1, send n + 1
 
-Whoever is past the meeting knows that copies of n are whole everywhere, since each waits for its own before it comes.
-Whoever dies later has not necessarily sent n + 1, and the others may have updated: then all go back to n together. So
-each keeps two parcels of its own and two of its neighbour, of which one may be half new; the other is whole. Beside
-what it has, each process then holds four times as much as a shard with its optimizer state. With fewer than four
-shards, whole models beside each other (`parallel.replicate`) need less room than that, and are copies as well.
+Each process waits for its copy before it synchronizes. After the synchronization, the copies of step n are therefore
+complete everywhere. A process that dies later may not have sent step n + 1, although the others may have updated: then
+all processes return to step n together. For this each process keeps two snapshots of its own and two of its neighbor.
+One of the two may be half written; the other one is complete. In addition to its own state, each process then holds
+four times the size of a shard with its optimizer state. With fewer than four shards, several whole models
+(`parallel.replicate`) need less memory than that, and are copies as well.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class ReplicaTransfer(NamedTuple):
-    """A neighbor's snapshot under way to this process, and the messages in both directions."""
+    """A neighbor's snapshot in transit to this process, and the messages in both directions."""
 
     parcel: Snapshot
     works: Sequence[Work]
 
 
 class ShardReplica:
-    """This process's place in the ring. `mine` and `theirs`: parcels of two steps, each whole, or None."""
+    """The place of this process in the ring. `mine` and `theirs`: snapshots of two steps, each complete or None."""
 
     def __init__(self, tracked: Mapping[str, Any], mesh: Mesh, rest: Callable[[], None]) -> None:
         """Create the replica of a process.
@@ -56,15 +57,15 @@ class ShardReplica:
         Args:
             tracked: the objects that a resume needs, by name; more may be added until the first step is done.
             mesh: the process mesh.
-            rest: frees gathered parameters.
+            rest: a function that frees gathered parameters.
         """
         self.tracked, self.world, self.line, self.rest = tracked, mesh.world, mesh.shard, rest
         self.mine: list[Snapshot | None] = [None, None]
         self.theirs: list[Snapshot | None] = [None, None]
-        self._turn = 0  # where the newest are
+        self._turn = 0  # index of the newest snapshots
         self._travel: ReplicaTransfer | None = None
-        self._seen: Any = None  # what the last parcel was made of
-        self._left: list[list[TensorSpec]] = []  # what our neighbour's is made of: what is still, what moves
+        self._seen: Any = None  # the key of the tensors in the last snapshot
+        self._left: list[list[TensorSpec]] = []  # the specs of the neighbor's tensors: frozen, and changing
         self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
 
     def copy(self, step: int) -> None:
@@ -100,7 +101,7 @@ class ShardReplica:
             self._travel = ReplicaTransfer(room, self.line.send_and_receive(sends, receives))
 
     def settle(self) -> None:
-        """Wait for the copy under way. A process that synchronizes with the others after this has a complete copy."""
+        """Wait for the copy in transit. A process that synchronizes with the others after this has a complete copy."""
         if self._travel is not None:
             (parcel, works), self._travel = self._travel, None
             wait_for(works)
@@ -118,18 +119,18 @@ class ShardReplica:
             )
         self._left = [[TensorSpec.from_json(each) for each in abouts] for abouts in by_rank[self._previous][:2]]
 
-    # -- the way back
+    # -- restore
 
     @property
     def _members(self) -> Sequence[int]:
-        """The ranks in the run of the processes of this ring."""
+        """The ranks, in the run, of the processes of this ring."""
         return self.line.members or tuple(range(self.line.size))
 
     def newest(self, lost: Collection[int]) -> int:
-        """Return the newest step that is complete on all processes, without the state of lost ones. All call this.
+        """Return the newest step that is complete on all processes, without the state of lost processes. All call this.
 
         Raises:
-            CheckpointError: there is none; on every process.
+            CheckpointError: there is no such step. All processes raise the error.
         """
         return step_of(self.world.all_gather_object([self._members, _steps(self.mine), _steps(self.theirs)]), lost)
 
@@ -137,7 +138,7 @@ class ShardReplica:
         """Restore lost shards from their replicas, and return all processes to the newest complete step.
 
         Models, optimizers and schedules get the exact bits of that step. Every process of the run calls this between
-        two steps, also new ones, which have placed and tracked the same objects.
+        two steps. A new process has first placed and tracked the same objects.
 
         Args:
             lost: ranks in the run whose state is lost.
@@ -146,10 +147,11 @@ class ShardReplica:
             The step.
 
         Raises:
-            CheckpointError: two neighbors of a ring are lost, so only a checkpoint has their state; on every process.
+            CheckpointError: two neighbors of a ring are lost, so only a checkpoint has their state. All processes
+                raise the error.
         """
         with wrap_peer_errors("Restoring shards from their copies"):
-            with suppress(RuntimeError):  # what did not arrive does not count
+            with suppress(RuntimeError):  # a snapshot that did not arrive does not count
                 self.settle()
             if is_lost := self.world.rank in lost:
                 self.mine, self.theirs = [None, None], [None, None]
@@ -181,7 +183,7 @@ class ShardReplica:
 
 
 def _new(parcel: Snapshot | None, last: Snapshot | None = None) -> list[FlatTensors]:
-    """Return the parts of a snapshot that have to be sent, if the receiver has `last` already."""
+    """Return the parts of a snapshot that have to be sent if the receiver already has the snapshot `last`."""
     assert parcel is not None
     return [parcel.moving] if last is not None else [parcel.still, parcel.moving]
 
@@ -198,8 +200,8 @@ def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], 
     """Return the newest step of which every shard has a complete copy.
 
     Args:
-        said: of each process of the run, the members of its ring, the steps of its own snapshots, and the steps of its
-            neighbor's snapshots.
+        said: for each process of the run, the members of its ring, the steps of its own snapshots, and the steps of
+            its neighbor's snapshots.
         lost: ranks whose state is lost.
 
     Raises:

@@ -1,13 +1,14 @@
-"""What a resume needs of this process, as bytes: packed into flat memory that can travel, and put back from it.
+"""Snapshots of the state of a process: packed into flat memory that can be sent, and restored from it.
 
-    still    parameters that do not train                                     travel again when one was written to
-    moving   parameters that do, buffers, and what optimizers and others      travel after every step
-             keep in tensors
-    plain    numbers and words beside them (a learning rate)                  the same on all processes of the axis
+    still    frozen parameters                                                sent again after a write to one of them
+    moving   trained parameters, buffers, and the tensors of optimizers       sent after every step
+             and other objects
+    plain    numbers and strings of these objects (a learning rate)           the same on all processes of the axis
 
-Of a tensor that lies over several processes it is the part that lies here. What optimizers hold goes by the names that
-a checkpoint gives it (tensors/codec.py), and comes back through their own load_state_dict: so a state that is
-made at an optimizer's first step is there from then on, and one that a new process has never seen is made anew.
+Of a tensor that is sharded over several processes, a snapshot holds the local part. Tensors of optimizers have the
+names that a checkpoint gives them (tensors/codec.py), and are restored through the optimizer's own load_state_dict. So
+state that an optimizer creates at its first step is part of later snapshots, and a new process, whose optimizer has no
+such state yet, creates it.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from unisono.train.state.resume import keep_dtypes
 from unisono.train.state.run_state import LAYOUT, RANDOM
 
 PART = "~part"
-"""Marks a tensor that is a part of one that lies over several processes: {PART: it, LIKE: the weight it lies like}."""
+"""Marks the local part of a sharded tensor: {PART: the local part, LIKE: the number of a weight sharded alike}."""
 
 LIKE = "~like"
 
 
 class Snapshot(NamedTuple):
-    """What was here after `step` steps. The last tensors of `moving` have these names in `plain`, by thing."""
+    """The state after `step` steps. `names`: the names of the last tensors of `moving`. `plain` is by object."""
 
     step: int
     still: FlatTensors
@@ -50,9 +51,9 @@ class Snapshot(NamedTuple):
 
 
 class LiveState(NamedTuple):
-    """What is here now: the tensors themselves, and not a copy.
+    """The live state: the tensors themselves, not a copy.
 
-    stands  of what stands still, which tensors these are and how often they were written to
+    stands  for each frozen parameter, its identity and the number of writes to it
     """
 
     still: list[torch.Tensor]
@@ -62,13 +63,13 @@ class LiveState(NamedTuple):
     stands: list[tuple[int, int, int, int]]
 
     def seen(self) -> tuple[Any, ...]:
-        """Return a key that changes when there are other tensors, or a frozen parameter was written to."""
+        """Return a key that changes if tensors were replaced, or if a frozen parameter was written to."""
         return self.stands, [TensorSpec.of(t) for t in self.still], [TensorSpec.of(t) for t in self.moving]
 
 
 def live_state(tracked: Mapping[str, Any]) -> LiveState:
     """Return the live state of these objects, by name: models, optimizers, anything with a state_dict."""
-    with torch.no_grad():  # DTensors then give what lies here without making a copy of themselves
+    with torch.no_grad():  # without gradients, DTensors return their local part without a copy
         weights = _weights(tracked)
         places = _places(weights)
         tensors = TensorTable()
@@ -78,16 +79,22 @@ def live_state(tracked: Mapping[str, Any]) -> LiveState:
         }
         frozen = [t for t in weights if _is_still(t)]
         still, moving = [to_local(t) for t in frozen], [to_local(t) for t in weights if not _is_still(t)]
-        # a DTensor may give another object for what lies here each time, so that one's identity says nothing
+        # a DTensor may return a new object for its local part each time, so the identity of that object means nothing
         stands = [(id(t), version(t), here.data_ptr(), version(here)) for t, here in zip(frozen, still, strict=True)]
         return LiveState(still, moving + list(tensors.values()), list(tensors), plain, stands)
 
 
 def restore(parcel: Snapshot, tracked: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the state of a snapshot; `device`: of the run."""
+    """Restore the state of a snapshot.
+
+    Args:
+        parcel: the snapshot.
+        tracked: the objects to restore, by name.
+        device: the device of the run.
+    """
     with torch.no_grad():
         layout = tracked.get(LAYOUT)
-        if layout is not None:  # first: what is still, and what moves, is sorted by what trains
+        if layout is not None:  # first: requires_grad sorts parameters into `still` and `moving`
             layout.load_state_dict(decode(parcel.plain[LAYOUT], {}))
             layout.apply()
         weights = _weights(tracked)
@@ -119,12 +126,15 @@ def _is_still(tensor: torch.Tensor) -> bool:
 
 
 def _others(tracked: Mapping[str, Any]) -> dict[str, Any]:
-    """All but models; and without the generators of random numbers, which several virtual ranks seed anew each step."""
+    """Return all objects but models and random generators.
+
+    Several virtual ranks seed the generators again at each step.
+    """
     return {name: thing for name, thing in tracked.items() if name != RANDOM and not isinstance(thing, torch.nn.Module)}
 
 
 Places = Mapping[tuple[Any, ...], int]
-"""How weights lie over processes, and the number of the first one that lies so."""
+"""The placements of weights, each with the number of the first weight that has it."""
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

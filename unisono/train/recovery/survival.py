@@ -1,4 +1,4 @@
-"""What is lost with a process that dies, and whether the others continue without it."""
+"""Which state is lost with a process that dies, and whether the others continue without it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from unisono.train.context import RunContext
 
 
 def may_survive(context: RunContext) -> bool:
-    """Return whether the other processes can continue without one that dies, as far as the settings say.
+    """Return whether the settings let the other processes continue without one that dies.
 
-    They cannot if steps are compared with what processes computed before (audit_every); if no other replica of a
-    divided model exists; if copies of shards belong to the group that is gone; and if torch assembles a divided model
-    with collectives that no process could leave on an accelerator.
+    They cannot continue in any of these cases:
+
+    - Steps are compared with results that processes computed before (audit_every).
+    - No other replica of a divided model exists.
+    - Copies of shards belong to the group that is gone.
+    - torch assembles a divided model with collectives that a process could not leave on an accelerator.
     """
     settings, axes, monitor = context.settings, context.mesh.axes, context.group.monitor
     if monitor is None:
@@ -28,12 +31,12 @@ def may_survive(context: RunContext) -> bool:
 
 
 def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool = False) -> str:
-    """Return where the state of a process still is if the process is lost, for result.json.
+    """Return where the state of a lost process still exists, for result.json.
 
-    survivors    the other processes have whole models, and continue by themselves (step_recovery.py)
-    replicas     others have it, but the run restarts without the process
-    buddy        the next process on the axis has it, and hands it to the restarted run (crash_handoff.py)
-    checkpoint   no process has it as it is after the last step
+    survivors    the other processes have whole models, and continue without a restart (step_recovery.py)
+    replicas     other processes have it, but the run restarts without the lost process
+    buddy        the next process on the axis has it, and dumps it for the restarted run (crash_handoff.py)
+    checkpoint   no process has its state after the last step
     """
     if survivors and axes.replicate > 1:
         return "survivors"
@@ -42,7 +45,7 @@ def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool 
 
 
 def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
-    """Say where copies of shards are, for the first lines of a run; "": as one would expect."""
+    """Return a line about the copies of shards, for the first lines of a run, or "" for the usual case."""
     if parallel.replicate_shards:
         return "shards: each has a copy on the next process"
     if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":

@@ -16,7 +16,7 @@ class Progress:
 
     steps_done      steps of the run that are done
     resumed_at      steps that were done when this process began
-    changes         changes of the mathematics since step 0: {"step", "field", "from", "to"}
+    changes         changes of bits since step 0: {"step", "field", "from", "to"}
     differences     what differs between the machines and changes bits, in words
     results         the values that the script logged last, by name
     same_after      steps after which all processes were last known to hold the same weights

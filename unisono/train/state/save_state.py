@@ -18,7 +18,7 @@ def save_checkpoint(
 
     Args:
         context: of the run.
-        more_changes: changes of the mathematics that only this checkpoint records.
+        more_changes: changes of bits that only this checkpoint records.
         in_background: return when everything is copied, and write during the next steps.
     """
     if not context.loop.saves:

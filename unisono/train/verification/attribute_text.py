@@ -1,4 +1,4 @@
-"""What placed modules keep in Python attributes, as text that two processes or two moments can compare."""
+"""The Python attributes of placed modules as text, which two processes or two moments can compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a promise does not hold: a name, a sentence and what to do. `unisono check` uses the same names where it can."""
+"""Causes of a broken promise: a name, a sentence and a remedy. `unisono check` uses the same names if it can."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Cause(NamedTuple):
-    """name  for programs; `said` and `do` are for people."""
+    """name  for programs; `said` and `do` are for users."""
 
     name: str
     said: str

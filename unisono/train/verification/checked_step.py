@@ -1,4 +1,4 @@
-"""A step that is verified: what this process has noted of it."""
+"""A verified step, and this process's records of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from unisono.train.verification.pass_record import PassRecord
 
 @dataclass
 class CheckedStep:
-    """A step that is verified, on this process.
+    """A verified step, on this process.
 
-    turn    goes up from one verified step to the next
-    first   with one process, now and then, a virtual rank that is computed before it
-    attributes  of the models, when the step begins and whenever the virtual rank is computed
-    before  what spare rounds gave; None: this process had none
-    inside  what the step's own rounds gave; None: this process did not compute the virtual rank
+    turn    increases from one verified step to the next
+    first   with one process, from time to time, a virtual rank that is computed before the verified one
+    attributes  the models' attributes, when the step begins and whenever the virtual rank is computed
+    before  the record of the spare rounds; None: this process had none
+    inside  the record of the step's own rounds; None: this process did not compute the virtual rank
     """
 
     step: int

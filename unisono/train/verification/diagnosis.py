@@ -1,4 +1,4 @@
-"""Find the cause of a difference: compute the virtual rank again in several ways, and see which of them agree."""
+"""Find the cause of a difference: compute the virtual rank again in several ways, and compare the results."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from unisono.train.verification.pass_record import Facts
 from unisono.train.verification.spare_batches import SpareBatches
 
 Compute = Callable[[Callable[[MicroBatchId], Any]], Generator[Any, None, Facts]]
-"""Yield spare rounds of the virtual rank with the batches that a function returns, and return what came of them."""
+"""Yield spare rounds of the virtual rank with the batches that a function returns, and return the facts about them."""
 
 Row = dict[str, Any]
-"""What one process found out; JSON carries it."""
+"""The findings of one process, as a JSON object."""
 
 
 class Diagnosis(NamedTuple):
-    """where  the first tensor that differs, and what agrees."""
+    """where  the first tensor that differs, and the results that agree."""
 
     cause: Cause
     where: str
 
 
 class Attempt(NamedTuple):
-    """What a process computed: once, once more, and with its batch at other addresses."""
+    """Three results of a process: the first, a repetition, and one with its batch at other addresses."""
 
     once: Facts
     again: Facts
@@ -54,16 +54,16 @@ def diagnose(
     checked: CheckedStep,
     kind: str,
 ) -> Generator[Any, None, Diagnosis]:
-    """Yield spare rounds where the virtual rank was computed, and return what all processes find together.
+    """Yield spare rounds of the virtual rank, and return the findings of all processes together.
 
     Args:
-        compute: computes the virtual rank once more; None: this process does not.
+        compute: computes the virtual rank once more; None: this process does not compute it.
         batches: fetches its micro-batches in several ways.
         world: the processes that verify together.
-        models: of the run.
-        gradient: of the step's first pass.
-        checked: what this process has noted of the step.
-        kind: what differs first: "loss" or "gradient".
+        models: the models of the run.
+        gradient: the gradient of the step's first pass.
+        checked: this process's record of the step.
+        kind: the first kind of difference: "loss" or "gradient".
     """
     tried: Attempt | None = None
     if compute is not None:
@@ -115,7 +115,7 @@ def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) ->
 
 
 def _where(rows: Sequence[Row], names: Sequence[str], kind: str) -> str:
-    """Name the first parameter whose gradient differs, and say what agrees."""
+    """Name the first parameter whose gradient differs, and the results that agree."""
     numbers = [of for row in rows for of in row["numbers"]]
     differ: set[int] = set()
     for of in numbers:
@@ -130,7 +130,7 @@ def _where(rows: Sequence[Row], names: Sequence[str], kind: str) -> str:
 
 @contextmanager
 def naming_operators(found: list[str]) -> Iterator[None]:
-    """Collect the operators of which torch knows no deterministic kernel, within this block."""
+    """Collect the operators for which torch has no deterministic kernel, within this block."""
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as said:

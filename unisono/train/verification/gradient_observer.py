@@ -1,4 +1,4 @@
-"""Hear the gradient that each backward pass gives each parameter, under every placement."""
+"""Observe the gradient that each backward pass gives each parameter, under every placement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Note = Callable[[int, torch.Tensor], None]
 def listening(gradient: GradientPass, note: Note, *, spare: bool) -> Iterator[None]:
     """Call `note` for every gradient within this block.
 
-    spare  no exchange takes these gradients: they are dropped as soon as they were noted
+    spare  no exchange uses these gradients: each one is dropped after the call
     """
     exchange = gradient.exchange
     if isinstance(exchange, ReduceScatterTree):
@@ -45,7 +45,7 @@ def listening(gradient: GradientPass, note: Note, *, spare: bool) -> Iterator[No
 
 
 def _take(note: Note, number: int, p: torch.Tensor) -> None:
-    """Note the gradient that autograd has put there, and let go of it."""
+    """Pass the gradient that autograd has put there to `note`, and drop it."""
     if p.grad is not None:
         note(number, p.grad)
         p.grad = None
@@ -53,7 +53,7 @@ def _take(note: Note, number: int, p: torch.Tensor) -> None:
 
 @contextmanager
 def _layers(exchange: ReduceScatterTree, gradient: GradientPass, note: Note, *, spare: bool) -> Iterator[None]:
-    """Hear of layers that are gathered one by one: FSDP2 hands over the whole gradient of a layer, flat."""
+    """Observe layers that are gathered one by one: FSDP2 passes the whole gradient of a layer, flat."""
     numbers = {id(p): number for number, p in enumerate(gradient.params)}
 
     def on_gradient(reducer: ChunkReducer, flat: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ def _layers(exchange: ReduceScatterTree, gradient: GradientPass, note: Note, *, 
 
 
 class ObservedGradient(NoReduce):
-    """Take a layer's gradient, note it, and drop it."""
+    """Observe a layer's gradient, and drop it."""
 
     def __init__(self, reducer: ChunkReducer, on_gradient: Callable[[ChunkReducer, torch.Tensor], None]) -> None:
         super().__init__(reducer.layer, reducer.params, reducer.exchange, reducer.size)

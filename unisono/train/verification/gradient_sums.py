@@ -1,8 +1,9 @@
-"""The sum of the gradients, made a second time: every micro-batch's gradient, folded along the tree.
+"""A second sum of the gradients: every micro-batch's gradient, folded along the tree.
 
 In a verified step each process keeps a window of the gradients that its backward passes give a few parameters. The
 windows are gathered, added in the order of the virtual ranks' tree (plan/reduction_tree.py), divided by the weight of
-the step and compared with `p.grad`, bit for bit. So an exchange that adds in another order is seen, whatever the cause.
+the step and compared with `p.grad`, bit for bit. So an exchange that adds in another order is detected, whatever the
+cause.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 16
 WINDOW = 2048
-"""Elements of one parameter. Rows of all micro-batches travel as float64: at most 256 kB each."""
+"""Elements of one parameter. Rows of all micro-batches are sent as float64: at most 256 kB each."""
 
 Sum = torch.Tensor | None
 
@@ -44,7 +45,7 @@ class GradientSums:
         self.order, self.step, self.gradient = order, step, gradient
         self.windows = {window.number: window for window in windows(gradient.leaves, gradient.params, turn)}
         self._rows: dict[tuple[int, int], dict[int, torch.Tensor]] = {}  # by virtual rank and micro-batch
-        self._unsure: set[int] = set()  # parameters whose sum is not known from these
+        self._unsure: set[int] = set()  # parameters whose sum does not follow from the rows
 
     def begin(self, place: MicroBatchId) -> None:
         """Begin a micro-batch of the step's own rounds on this process."""
@@ -56,7 +57,7 @@ class GradientSums:
         if window is None:
             return
         row = self._rows[place.virtual_rank, place.number]
-        if number in row:  # reentrant recompute: autograd adds each to the sum, in an order of its own
+        if number in row:  # recompute with use_reentrant: autograd adds each to the sum, in its own order
             self._unsure.add(number)
         if is_dtensor(grad):
             found = as_cut(grad, self.gradient.leaves[number])
@@ -70,7 +71,7 @@ class GradientSums:
     def differing(self, weight: float, group: ProcessGroup) -> list[int]:
         """Return the numbers of the parameters whose gradient is another sum. All processes of `group` call this.
 
-        weight  what the sum is divided by
+        weight  the divisor of the sum
         group   the processes that computed different micro-batches
         """
         places = [
@@ -84,7 +85,7 @@ class GradientSums:
             length = window.stop - window.start
             columns, used = table[:, at : at + length], (table[:, column] == 1.0).tolist()
             at += length
-            if bool((table[:, column] > 1.0).any()):  # somewhere unsure
+            if bool((table[:, column] > 1.0).any()):  # unknown on some process
                 continue
             total = self._fold(places, columns, used, window)
             if total is not None and not self._agrees(total, weight, window):
@@ -92,8 +93,11 @@ class GradientSums:
         return found
 
     def _gather(self, places: Sequence[tuple[int, int]], group: ProcessGroup) -> torch.Tensor:
-        """Return rows of every micro-batch, float64 [places, 1 + windows + elements]: how many processes computed it,
-        for each window whether it got a gradient, and the windows."""
+        """Return rows of every micro-batch, float64 [places, 1 + windows + elements].
+
+        A row holds the number of processes that computed the micro-batch, whether each window got a gradient, and the
+        windows.
+        """
         width = 1 + len(self.windows) + sum(w.stop - w.start for w in self.windows.values())
         table = torch.zeros(len(places), width, dtype=torch.float64, device=group.device)
         for index, place in enumerate(places):
@@ -142,9 +146,9 @@ class GradientSums:
 
 
 def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn: int) -> list[GradientWindow]:
-    """Return the windows of a verified step. `turn` counts verified steps: parameters and windows go around.
+    """Return the windows of a verified step. `turn` counts verified steps: each one has other parameters and windows.
 
-    leaves  what backward gives a gradient; the same as `params`, unless shards are gathered for a step
+    leaves  the tensors that backward gives a gradient; the same as `params`, unless shards are gathered for a step
     """
     able = [i for i, (leaf, p) in enumerate(zip(leaves, params, strict=True)) if leaf.requires_grad and _size(p)]
     first = turn * MOST_PARAMETERS % len(able) if len(able) > MOST_PARAMETERS else 0
@@ -157,18 +161,20 @@ def windows(leaves: Sequence[torch.Tensor], params: Sequence[torch.Tensor], turn
 
 
 def _size(p: torch.Tensor) -> int:
-    """Return how many elements a micro-batch's gradient has on a process that computes it; 0 for whole numbers, and
-    for a parameter that several axes cut."""
+    """Return the number of elements of a micro-batch's gradient on a process that computes it.
+
+    Return 0 for an integer parameter, and for one that is sharded along several axes.
+    """
     if not p.is_floating_point():
         return 0
     axes = p.device_mesh.mesh_dim_names if is_dtensor(p) else ()  # type: ignore[attr-defined]
-    if axes == ("shard",):  # backward makes the whole gradient, and each process keeps its rows
+    if axes == ("shard",):  # backward computes the whole gradient, and each process keeps its rows
         return p.numel()
     return 0 if len(axes) > 1 else int(to_local(p).numel())
 
 
 def _first_element(p: torch.nn.Parameter) -> int:
-    """Return where this process's part begins in the whole parameter, which `parallel.shard` cuts by rows."""
+    """Return the first element, in the whole parameter, of this process's rows under `parallel.shard`."""
     if not is_dtensor(p) or p.device_mesh.mesh_dim_names != ("shard",):  # type: ignore[attr-defined]
         return 0
     box = box_of(p)
@@ -178,7 +184,7 @@ def _first_element(p: torch.nn.Parameter) -> int:
 
 
 def as_cut(grad: Any, p: Any) -> Any:
-    """Return a DTensor's gradient, cut as the parameter is; None if processes would have to exchange something."""
+    """Return a DTensor's gradient, sharded as the parameter is; None if that needs communication."""
     if not is_dtensor(p) or grad.placements == p.placements:
         return grad
     return grad.redistribute(placements=p.placements) if all(at.is_replicate() for at in grad.placements) else None

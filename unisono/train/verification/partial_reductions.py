@@ -1,9 +1,9 @@
-"""Find a script that computes with its part of a parameter as if it were the whole.
+"""Find scripts that compute with their part of a parameter as if it were the whole.
 
 Under `parallel.shard` the parameters and gradients that a script sees between its rounds are torch's DTensors, of which
-each process holds rows. Elementwise code has the same bits on every placement. A reduction has not: a norm of the rows
-that are here differs between processes, and a norm over all rows is added up in another order. In a verified step the
-operators that the script calls are looked at, between the rounds and the next step.
+each process holds rows. Elementwise code has the same bits on every placement. A reduction does not: a norm of the
+local rows differs between processes, and a norm over all rows is added up in another order. A verified step observes
+the operators that the script calls between the rounds and the next step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class PartialReductionMode(TorchDispatchMode):
-    """Look for reductions over rows of divided parameters.
+    """Find reductions over rows of sharded parameters.
 
-    found  "operator at file:line" of the first; "": none
+    found  "operator at file:line" of the first one; "" if there is none
     """
 
     def __init__(self, models: Models) -> None:
@@ -45,7 +45,7 @@ class PartialReductionMode(TorchDispatchMode):
         self._on = False
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Observe operators from now on."""
         if not self._on:
             self._on = True
             held = [
@@ -59,7 +59,7 @@ class PartialReductionMode(TorchDispatchMode):
             self.__enter__()
 
     def end(self) -> None:
-        """Stop looking; ending twice changes nothing."""
+        """Stop observing. A second call has no effect."""
         if self._on:
             self._on = False
             self.__exit__(None, None, None)
@@ -83,7 +83,7 @@ class PartialReductionMode(TorchDispatchMode):
         return out
 
     def _remember(self, parts: Iterable[torch.Tensor]) -> None:
-        """Record tensors that were computed from parts elementwise, which are parts as well."""
+        """Record tensors that were computed elementwise from parts. They are parts as well."""
         for t in parts:
             if type(t) in PLAIN and t.layout is torch.strided and t.numel():
                 storage = t.untyped_storage()
@@ -95,11 +95,11 @@ class PartialReductionMode(TorchDispatchMode):
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
         known = self._memory.get(tensor.untyped_storage().data_ptr())
-        return known is not None and not known.expired()  # a gradient may be gone, and its memory another tensor's
+        return known is not None and not known.expired()  # another tensor may have reused the memory
 
 
 def reduces(given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
-    """Return whether what was made of these parts is smaller than they are, or a sum that processes have yet to add."""
+    """Return whether the result of an operator on parts is smaller than the parts, or a sum that is still partial."""
     if any(map(is_dtensor, given)):
         return any(map(is_partial, made))
     smallest = min(t.numel() for t in given)

@@ -1,4 +1,4 @@
-"""What is noted of a virtual rank in a verified step: its samples, losses and gradients, by micro-batch."""
+"""The record of a virtual rank in a verified step: its samples, losses and gradients, by micro-batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from unisono.tensors.digest import tensor_hash
 
 Facts = dict[str, tuple[str, str, int]]
 """By the part of the model and the micro-batch's number: a digest of its samples; its loss and weight, as text that
-keeps every bit; and one number for all its gradients. JSON carries it."""
+keeps every bit; and one number for all its gradients. It is a JSON object."""
 
 
 class PassRecord:
     """Collect facts while micro-batches of one virtual rank are computed.
 
-    parameters  how many there are
-    part        of the model, on this process: its rank on the axis `tensor`
-    gradients   by micro-batch, a number for each parameter; known once `facts` was called
+    parameters  number of parameters
+    part        the part of the model on this process: its rank on the axis `tensor`
+    gradients   by micro-batch, a number for each parameter; set by `facts`
     """
 
     def __init__(self, parameters: int, part: int) -> None:
@@ -36,15 +36,15 @@ class PassRecord:
         self._sums[number] = [[] for _ in range(self._parameters)]
 
     def loss(self, number: int, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Note the loss of a micro-batch. No accelerator is waited for."""
+        """Record the loss of a micro-batch, without a synchronization with the accelerator."""
         self._losses[number] = loss.detach().clone(), weight
 
     def gradient(self, number: int, parameter: int, grad: torch.Tensor) -> None:
-        """Note a gradient of a parameter."""
+        """Record a gradient of a parameter."""
         self._sums[number][parameter].append(tensor_hash(to_local(grad.detach())))
 
     def facts(self) -> Facts:
-        """Return what was noted. Waits for the accelerator, if there is one."""
+        """Return the recorded facts. Waits for the accelerator, if there is one."""
         key, losses = {n: f"{self._part}.{n}" for n in self._samples}, self._losses
         self.gradients = {key[n]: [mix(*map(int, sums)) for sums in of_all] for n, of_all in self._sums.items()}
         said = {n: f"{float(losses[n][0]).hex()}, weight {float(losses[n][1]).hex()}" for n in losses}

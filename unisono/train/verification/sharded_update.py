@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class ShardedUpdate:
     """The update of one verified step, on this process.
 
-    random  let random parameters be updated as well, which takes longer
-    found   (what differs, why): the same on no two processes, so they compare it later
+    random  whether random parameters are updated as well, which takes longer
+    found   (difference, cause): processes find different ones, so they compare them later
     """
 
     def __init__(self, models: Models, group: ProcessGroup, turn: int, *, random: bool) -> None:
@@ -42,11 +42,11 @@ class ShardedUpdate:
     def stepping(self, optimizer: Any) -> Iterator[None]:
         """Return a block that also steps whole parameters, in addition to rows, if the optimizer is one of torch's.
 
-        One of the script's own may keep anything anywhere, so it is not stepped twice: its `by_element` is believed.
+        An optimizer of the script may keep state elsewhere, so it is not stepped twice: its `by_element` is trusted.
         """
         known = isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer)
         known &= not hasattr(optimizer, "by_element")
-        if not known or differs_in_shards(optimizer, self.models.layers):  # then the promise says so already
+        if not known or differs_in_shards(optimizer, self.models.layers):  # the promise covers this case already
             yield
             return
         with self._unseen():

@@ -30,7 +30,7 @@ class FetchFailed(Exception):
 class SpareBatches:
     """Fetch micro-batches of a step once more.
 
-    differs  "worker": the data set gives other samples in a loader worker; "data": whenever it is read; "": neither
+    differs  "worker": the data set returns other samples in a loader worker; "data": each read differs; "": neither
     """
 
     def __init__(self, source: BatchSource, *, workers: int) -> None:
@@ -47,8 +47,10 @@ class SpareBatches:
         return tree_map_only(torch.Tensor, moved, self.fetch(place))
 
     def fetch_otherwise(self, place: MicroBatchId) -> Any:
-        """Fetch a batch as the step's own rounds do not: without a worker if they have workers. If they have none,
-        the data set is read as in a worker too, and tensors are at addresses as a worker's are.
+        """Fetch a batch in another way than the step's own rounds do.
+
+        If the step's rounds have workers, fetch it without a worker. If not, read the data set as in a worker, and
+        place tensors at addresses as a worker does.
 
         Raises FetchFailed if the data set raises an error.
         """
@@ -73,13 +75,13 @@ class SpareBatches:
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same tensor in memory of its own, which begins where an allocation does."""
+    """Return the same tensor in memory of its own, at the beginning of an allocation."""
     return tensor.clone() if tensor.layout is torch.strided and not tensor.requires_grad else tensor
 
 
 @contextmanager
 def as_in_a_worker(data: Any) -> Iterator[None]:
-    """Let torch.utils.data.get_worker_info() say within this block that this is the only loader worker."""
+    """Make torch.utils.data.get_worker_info() report, within this block, that this is the only loader worker."""
     worker = _utils.worker
     info = worker.WorkerInfo(id=0, num_workers=1, seed=torch.initial_seed(), dataset=data)
     before, worker._worker_info = worker._worker_info, info

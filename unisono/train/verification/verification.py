@@ -7,9 +7,10 @@
                               sum along the tree = p.grad?                      of a few parameters, all virtual ranks
     the update                rows of the whole parameter's update = the update of the rows?     under parallel.shard
 
-Placement is free, so nothing of this changes the result. Something differs if the script keeps state outside the model,
-if a kernel's rounding depends on an address, if an optimizer does not go element by element, or by a defect of ours.
-The run then stops, or it lowers its promise (`promise.on_violation`), and says what differed and why (causes.py).
+Placement is free, so no part of this changes the result. A difference has one of these causes: the script keeps state
+outside the model, a kernel's rounding depends on an address, an optimizer is not elementwise, or Unisono has a defect.
+The run then stops, or it lowers its promise (`promise.on_violation`), and reports the difference and its cause
+(causes.py).
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ STOPS_BEFORE = 10
 """With promise.on_violation=auto, a promise that does not hold before this step stops the run; later it is lowered."""
 
 DIFFERS = {"samples": "other samples", "loss": "another loss", "gradient": "another gradient"}
-"""In the order in which one follows from the other."""
+"""The kinds of differences. Each one can cause the next."""
 
 
 ALWAYS = (0, 1, 2, 4, 8)
-"""Steps, counted from where this run began or was resumed, that are verified whatever the time."""
+"""Steps that are always verified, counted from the first step of this run or of the resumed run."""
 
 
 def is_early(offset: int) -> bool:
-    """Return whether the step this many steps after the first one is verified without regard to time."""
+    """Return whether the step this many steps after the first one is always verified."""
     return offset in ALWAYS
 
 
@@ -70,9 +71,9 @@ def is_candidate(offset: int, *, begins_epoch: bool) -> bool:
 
 
 class Verification(Extension):
-    """The verification of one process. Every process of the run has one, or none has.
+    """The verification of one process. Either every process of the run has one, or none has.
 
-    steps   number of steps that were verified
+    steps   number of verified steps
     alone   whether this process computes micro-batches without others
     """
 
@@ -85,7 +86,7 @@ class Verification(Extension):
         self._first = 0 if context.waits else context.progress.steps_done
         self._now: CheckedStep | None = None
         self._update: ShardedUpdate | None = None
-        self._record: PassRecord | None = None  # where the spare rounds under way are noted
+        self._record: PassRecord | None = None  # the record of the current spare rounds
         self._last_at: float | None = None
         mesh = context.mesh
         self._has_shards = mesh.shard.size > 1
@@ -112,7 +113,7 @@ class Verification(Extension):
         return not self.alone or self._last_at is None or time.monotonic() - self._last_at >= self.settings.min_interval
 
     def _plan(self, step: int) -> tuple[CheckedStep, bool]:
-        """Return what is verified in this step, and whether this process computes it beforehand as well."""
+        """Return an empty record for the step, and whether this process also computes the virtual rank beforehand."""
         source, turn = self.parts.source, step.bit_length()
         spans, busy = source.schedule.at(step), dict[int, list[int]]()
         for slot, span in enumerate(spans):
@@ -120,7 +121,7 @@ class Verification(Extension):
                 busy[slot] = found
         owner = list(busy)[turn % len(busy)]
         odd, alone = turn % 2 == 1, len(spans) == 1
-        virtual_rank = busy[owner][0 if odd and not alone else -1]  # alone: after all others, so the order is another
+        virtual_rank = busy[owner][0 if odd and not alone else -1]  # alone: after all others, so that the order differs
         others = busy[owner][:-1]
         first = others[turn % len(others)] if odd and alone and others else None
         checked = CheckedStep(step, virtual_rank, turn, first, [attributes_of(self.models.modules)])
@@ -147,12 +148,12 @@ class Verification(Extension):
             try:
                 yield from self.compute(step, gradient, self._now.before, self.batches.fetch_otherwise)
             except FetchFailed as unfetched:
-                if not self.alone:  # others wait in the same rounds
+                if not self.alone:  # other processes wait in the same rounds
                     raise unfetched.error from None
-                self._now.before = self._record = None  # the step's own fetch reports the error, if it has it too
+                self._now.before = self._record = None  # the step's own fetch reports the error, if it fails, too
 
     def compute(self, step: StepState, gradient: GradientPass, record: PassRecord, fetch: Fetch) -> Iterator[Any]:
-        """Yield the verified virtual rank's micro-batches as spare rounds, and note what comes of them."""
+        """Yield the verified virtual rank's micro-batches as spare rounds, and record their results."""
         assert self._now is not None
         number = 0
 
@@ -174,7 +175,7 @@ class Verification(Extension):
         return PassRecord(len(gradient.leaves), self.context.mesh.tensor.rank)
 
     def rounds(self, step: StepState, gradient: GradientPass, rounds: Rounds) -> Rounds:
-        """Return the step's own rounds; if the step is verified, what comes of them is noted."""
+        """Return the step's own rounds, and record their results if the step is verified."""
         if step.passes or self._now is None or not self._recomputes:
             return rounds
         return self._watch(step, gradient, rounds, self._now)
@@ -202,12 +203,12 @@ class Verification(Extension):
                 yield place, batch, last
 
     def _look(self, checked: CheckedStep, number: int) -> None:
-        """Keep what the models' attributes are, before the first micro-batch of the virtual rank."""
+        """Save the models' attributes before the first micro-batch of the virtual rank."""
         if number == 0:
             checked.attributes.append(attributes_of(self.models.modules))
 
     def _sums(self, gradient: GradientPass, checked: CheckedStep) -> GradientSums | None:
-        """Only of an exchange that adds along the tree is the sum known."""
+        """Return the sums of gradients, or None if the exchange does not add along the tree."""
         settings = self.context.settings
         is_custom = self.context.progress.exchange is not None
         if is_custom or settings.exchange != "tree" or settings.compress.kind != "none":
@@ -215,7 +216,7 @@ class Verification(Extension):
         return GradientSums(self.parts.source.order, checked.step, gradient, checked.turn)
 
     def backward(self, step: StepState, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Note the loss of a backward pass."""
+        """Record the loss of a backward pass."""
         place = step.place
         assert place is not None
         if place.spare:
@@ -225,19 +226,19 @@ class Verification(Extension):
             self._now.inside.loss(place.number, loss, weight)
 
     def regrouped(self, first: int, *, failed: bool) -> None:
-        if failed and self._now is not None:  # layers were no longer gathered
+        if failed and self._now is not None:  # the layers are no longer gathered
             self._now.before = self._now.inside = None
 
     # -- after the exchange
 
     def closing_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
-        """Compare, now that the gradient is whole on every process. Yields more spare rounds if something differs.
+        """Compare, after the gradient is complete on every process. Yield more spare rounds if something differs.
 
         Raises:
-            PromiseBrokenError: something differs and the run is to stop; on every process.
+            PromiseBrokenError: something differs and the run has to stop. All processes raise the error.
         """
         checked = self._now
-        if checked is None or step.totals.flags["verified"] != self.world.size:  # not all processes verify it
+        if checked is None or step.totals.flags["verified"] != self.world.size:  # not all processes verify this step
             self._now = None
             return
         self.steps += 1
@@ -251,8 +252,10 @@ class Verification(Extension):
             self._update.begin()
 
     def _gather(self, checked: CheckedStep, weight: float) -> tuple[list[Facts], list[int], str]:
-        """Return what every process noted of the virtual rank, the parameters whose sum differs, and how the data set
-        differs from one read to the next."""
+        """Return all records of the virtual rank, the parameters whose sum differs, and differences of the data.
+
+        The last one compares two reads of the data set.
+        """
         mine = [record.facts() for record in (checked.before, checked.inside) if record is not None]
         differing = [] if checked.sums is None else checked.sums.differing(weight, self.parts.sync.mesh.data)
         with wrap_peer_errors(WHAT):
@@ -304,8 +307,7 @@ class Verification(Extension):
         return nullcontext() if self._update is None else self._update.stepping(optimizer)
 
     def after_step(self, step: StepState) -> None:
-        """Compare the step's update. Raises PromiseBrokenError on every process, if it differs and the run is to
-        stop."""
+        """Compare the step's update. Raise PromiseBrokenError on all processes if it differs and the run must stop."""
         update, self._update = self._update, None
         if update is None:
             return
@@ -320,7 +322,7 @@ class Verification(Extension):
             self._report(step.number, f"{what}, in step {step.number}", "", Cause(*cause))
 
     def close(self) -> None:
-        """Stop looking at the script's operators."""
+        """Stop observing the script's operators."""
         if self._update is not None:
             self._update.end()
             self._update = None
@@ -347,11 +349,11 @@ class Verification(Extension):
 
 
 def ignore(parameter: int, grad: torch.Tensor) -> None:
-    """Note nothing of a gradient."""
+    """Ignore a gradient."""
 
 
 def first_difference(facts: Sequence[Facts]) -> str | None:
-    """Return what differs first between processes that computed the same micro-batches: a key of DIFFERS, or None."""
+    """Return the first difference between processes that computed the same micro-batches: a key of DIFFERS, or None."""
     for place, kind in enumerate(DIFFERS):
         seen: dict[str, Any] = {}
         for number, fact in (item for of in facts for item in of.items()):
@@ -363,8 +365,8 @@ def first_difference(facts: Sequence[Facts]) -> str | None:
 def build_verification(context: RunContext, parts: LoopParts) -> list[Verification]:
     """Build the verification of a run.
 
-    There is none where the setting is off, where the promise is less than exact, where machines differ, where processes
-    have different roles, and for a run that inspects a script (`unisono check`, `prove`, `audit`, `replay`).
+    There is none in these cases: the setting is off; the promise is less than exact; machines differ; processes have
+    different roles; or the run inspects a script (`unisono check`, `prove`, `audit`, `replay`).
     """
     settings, mesh = context.settings, context.mesh
     several = settings.virtual_ranks > 1 or mesh.shard.size > 1

@@ -4,8 +4,8 @@ Under `parallel.shard` every process steps its rows of a parameter. In a verifie
 parameters with their gradients and optimizer state, step them whole with a twin of the optimizer, and compare: the rows
 of this process must have the bits that the whole parameter has there.
 
-A kernel that rounds the last elements of its input in another way differs there in one update of several only. So
-twins also step random parameters of the same shapes, whole and by rows (`differing_by_rows`).
+A kernel may round the last elements of its input in another way. Such a difference shows in only one of several
+updates. Therefore twins also step random parameters of the same shapes, whole and by rows (`differing_by_rows`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_ELEMENTS = 2**17
 
 @dataclass
 class WholeParameter:
-    """A parameter that is stepped whole, in addition to its part."""
+    """A parameter that is stepped as a whole, in addition to its part."""
 
     part: torch.nn.Parameter
     twin: torch.nn.Parameter
@@ -48,7 +48,7 @@ class WholeUpdate:
         self.optimizer, self.group = optimizer, group
         self.wholes: list[WholeParameter] = []
         self._twins: torch.optim.Optimizer | None = None
-        group.attempt(lambda: self._prepare(turn))  # if a process dies in it, nothing is compared
+        group.attempt(lambda: self._prepare(turn))  # if a process dies in it, no update is compared
 
     def _prepare(self, turn: int) -> None:
         optimizer = self.optimizer
@@ -71,7 +71,7 @@ class WholeUpdate:
         return [whole.part for whole in self.wholes if not self._agrees(whole)]
 
     def _parts(self, p: torch.nn.Parameter) -> list[torch.Tensor]:
-        """Return what is divided of a parameter: itself, its gradient, and its state."""
+        """Return the sharded tensors of a parameter: itself, its gradient, and its state."""
         state = self.optimizer.state.get(p, {}).values()
         return [p, *([] if p.grad is None else [p.grad]), *(value for value in state if is_dtensor(value))]
 
@@ -90,7 +90,7 @@ class WholeUpdate:
 
 
 def gathered(parts: Sequence[tuple[Any, Any]], group: ProcessGroup) -> list[torch.Tensor]:
-    """Return the whole of every tensor that is divided as a parameter is, by one exchange of bytes.
+    """Return the whole of every tensor that is sharded as a parameter is, with one exchange of bytes.
 
     parts  (tensor, parameter); all processes of `group` pass the same ones
     """
@@ -115,11 +115,11 @@ def gathered(parts: Sequence[tuple[Any, Any]], group: ProcessGroup) -> list[torc
 
 
 STEPS = 4
-"""Random updates: the first ones begin from an empty state, where less is rounded."""
+"""Number of random updates. The first ones begin from an empty state, with less rounding."""
 
 
 def differing_by_rows(optimizer: torch.optim.Optimizer, group: ProcessGroup, turn: int) -> list[torch.nn.Parameter]:
-    """Return the parameters of which a process's rows get other bits than the whole, in random updates."""
+    """Return the parameters whose rows on some process get other bits than the whole, in random updates."""
     random = torch.Generator().manual_seed(turn)
     wanted = {id(p) for p in choose([p for g in optimizer.param_groups for p in g["params"]], turn)}
     trials = {
@@ -167,7 +167,7 @@ class RandomUpdates:
 
 
 def equal(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Compare values; a tensor with numbers that are not finite is passed over."""
+    """Compare values. A tensor with numbers that are not finite counts as equal."""
     return torch.equal(mine, theirs) or not bool(torch.isfinite(mine).all())
 
 
@@ -179,7 +179,7 @@ def rows_of(p: Any, group: ProcessGroup) -> tuple[int, int]:
 
 
 def choose(params: Sequence[torch.nn.Parameter], turn: int) -> list[torch.nn.Parameter]:
-    """Return the parameters to be stepped whole, beginning elsewhere in each verified step."""
+    """Return the parameters to step as a whole. Each verified step begins at another parameter."""
     able = [p for p in params if is_dtensor(p) and p.device_mesh.mesh_dim_names == ("shard",) and p.numel()]  # type: ignore[attr-defined]
     first = turn * MOST_PARAMETERS % max(len(able), 1)
     found, elements = [], 0
@@ -195,7 +195,7 @@ def twin_of(
 ) -> torch.optim.Optimizer:
     """Return an optimizer that is like this one, over other parameters and without its hooks."""
     twin = object.__new__(type(optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # which a schedule has wrapped
+    own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # a schedule has wrapped it
     twin.__dict__.update({name: copy(v) if isinstance(v, (list, dict, set)) else v for name, v in own.items()})
     twin.param_groups, twin.state = list(groups), state
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
