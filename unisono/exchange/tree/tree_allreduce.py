@@ -170,7 +170,8 @@ class TreeAllReduce:
             return
         try:
             if bucket >= IN_FLIGHT:
-                self._add_up_next()
+                sums = self._add_up_next()
+                self._sums += sums.wrap([start() for start in sums.starts])
             if bucket == 0 and self.divisor is None:
                 self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
             messages = self._messages[bucket].partial_sums
@@ -189,14 +190,15 @@ class TreeAllReduce:
         if self.error is not None:
             raise self.error
         while self._added < len(self._partial_sums):
-            self._add_up_next()
+            sums = self._add_up_next()
+            self._sums += sums.wrap([start() for start in sums.starts])
         wait_for(self._sums)
         # gloo's works keep its connections open: a forked loader worker would close them, and hang
         self._messages, self._partial_sums, self._sums = [], [], []
         return bool(torch.stack(self._block_is_finite).all()) or all(map(finite, self._own_chunks))
 
-    def _add_up_next(self) -> None:
-        """Add up the oldest bucket that has been sent, and start to send our chunk of its sum."""
+    def _add_up_next(self) -> PreparedMessages:
+        """Add up the oldest bucket that has been sent. Return the messages with our chunk of its sum."""
         bucket = self._added
         parts, chunks, _, sums = self._messages[bucket]
         self._added += 1
@@ -210,7 +212,7 @@ class TreeAllReduce:
         outs = [chunks[self.rank], *(memory.pop(0) for memory in shared.values())]
         all_parts = [shared[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
         self._reduce_in_order(all_parts, self.divisor, outs)
-        self._sums += sums.wrap([start() for start in sums.starts])
+        return sums
 
     def _chunks_of_neighbor(self, rank: int, bucket: int) -> list[torch.Tensor]:
         """Return our chunk of a bucket in a neighbor's memory: of the sum, then of each of its partial sums."""
