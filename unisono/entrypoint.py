@@ -296,7 +296,7 @@ def _signals(context: RunContext) -> Iterator[None]:
             signal.signal(s, handler)
         is_main = context.group.rank == 0 and not context.waits
         if is_main and context.world.launcher != "unisono":  # which prints this itself
-            words = "Stopping; a step that is under way is finished and saved. A second Ctrl-C kills at once.\n"
+            words = "Stopping: the current step is finished and saved. A second Ctrl-C kills this process.\n"
             with suppress(OSError):  # not print, which the signal may have interrupted
                 os.write(2, ("\n" * context.world.terminal + words).encode())
         lifecycle.leave(context)

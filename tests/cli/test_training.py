@@ -317,7 +317,7 @@ def test_plain_python_confirms_ctrl_c(command: Command) -> None:
     running.send_signal(signal.SIGINT)
     ended = command.end(running)
     assert (ended.status, result(command, "out")["stopped"]) == (0, True)
-    assert ended.err == "Stopping: the current step is finished and saved. A second Ctrl-C kills all processes.\n"
+    assert ended.err == "Stopping: the current step is finished and saved. A second Ctrl-C kills this process.\n"
     assert ended.out.endswith("Next: python script.py --set pause=0.02 --run-dir out --resume\n")
 
 

@@ -48,7 +48,7 @@ def test_two_replicas_have_the_bits_of_one_and_agree_with_one_process(tmp_path: 
     (truth,) = run_ranks(train_gpt, 1, str(tmp_path / "alone"), CONFIG)
     assert_agree(one, truth)
     assert one.promise[0] == "exact"
-    assert "other layouts than tensor=2 assert_agree to rounding" in one.promise[1]
+    assert "other layouts than tensor=2 agree to rounding" in one.promise[1]
 
 
 @pytest.mark.parametrize(
