@@ -68,6 +68,7 @@ def result(command: Command) -> Any:
     return json.loads((command.folder / "out" / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_other_workers_continue_when_a_worker_dies_or_hangs(command: Command) -> None:
     running = start(command, 4, "--set", "steps=150")
     wait_for_update(command, 10)

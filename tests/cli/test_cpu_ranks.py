@@ -65,7 +65,8 @@ def test_a_mixed_run_reports_its_devices_and_promises_a_tolerance(command: Comma
     assert "--accept-change device" in ended.last
 
 
-@pytest.mark.parametrize("dies", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [0, 1])
 def test_a_replacement_uses_the_device_type_of_the_dead_process(command: Command, device_type: str, dies: int) -> None:
     wait = f"        while step.number == 4 and not {JOIN_REQUESTED}:\n            time.sleep(0.01)\n"
     script = DYING.replace("        step.update(", wait + "        step.update(")
@@ -211,6 +212,7 @@ unisono.main(main, Settings)
         ("left", "1.weight is (2, 4, 3, 3) float32 with strides (36, 9, 3, 1), on another device than the run's on"),
     ],
 )
+@pytest.mark.slow
 def test_models_that_differ_between_device_types_are_refused(
     command: Command, device_type: str, how: str, true: str
 ) -> None:

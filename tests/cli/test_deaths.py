@@ -80,7 +80,14 @@ SLOW = pytest.mark.slow
         pytest.param(
             "0, 1, 2", "SystemExit(3)", 3, "the script exited with status 3", id="by exit", marks=pytest.mark.slow
         ),
-        pytest.param("2,", "SystemExit(os._exit(3))", 3, "Its log is empty: out/log/rank-2.log", id="no message"),
+        pytest.param(
+            "2,",
+            "SystemExit(os._exit(3))",
+            3,
+            "Its log is empty: out/log/rank-2.log",
+            id="no message",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_survived_death_is_not_the_cause_of_a_later_failure(

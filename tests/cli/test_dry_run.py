@@ -110,6 +110,7 @@ def test_an_impossible_division_of_the_model_is_refused_before_the_start(
     assert do in problem.remedy
 
 
+@pytest.mark.slow
 def test_after_a_dry_run_the_main_process_acts_once(command: Command) -> None:
     (command.folder / "gpt.py").write_text(MODEL)
     words = ["run", "gpt.py", "--ranks", "2", "--set", "parallel.tensor=2", "--set", "heads=2"]

@@ -90,6 +90,7 @@ def output_of(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.slow
 def test_a_notebook_has_the_bits_of_the_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")

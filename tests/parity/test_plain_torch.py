@@ -82,7 +82,10 @@ def by_hand(world: World, kind: str, dropout: float, optimizer: str) -> dict[str
     order = BatchOrder(length=53, batch=4, virtual_ranks=1, seed=1)
     seed_everything(mix(mix(1, STEP), 0))  # once, because dropout draws from one stream
     for step in range(STEPS):
-        for x, y in fetch(order, kind, step, 0):
+        stream = torch.get_rng_state()
+        batches = fetch(order, kind, step, 0)
+        torch.set_rng_state(stream)  # fetching has random numbers of its own, as in a loader worker
+        for x, y in batches:
             loss, weight = loss_of(model, x, y)
             loss.backward()
             for p in model.parameters():

@@ -14,7 +14,7 @@ from torch import nn
 from tests.ranks.loops import SETTINGS, Loop, attempt
 from unisono.config import ParallelSettings
 from unisono.environment import World
-from unisono.exchange import buckets
+from unisono.exchange import gradient_accumulation
 from unisono.testing import run_promise, run_ranks
 from unisono.train.run import Run
 
@@ -42,7 +42,7 @@ def loop(*, clip: float | None = None, merge: bool = True) -> Loop:
         grads: list[bytes] = []
         with pytest.MonkeyPatch.context() as patch:
             if not merge:
-                patch.setattr(buckets, "coalesced", lambda grad: grad)
+                patch.setattr(gradient_accumulation, "coalesced", lambda grad: grad)
             for step in run.steps(torch.utils.data.TensorDataset(words, words[:, 0])):
                 for x, y in step:
                     step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))

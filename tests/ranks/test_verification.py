@@ -26,7 +26,7 @@ from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Se
 from unisono.data import alignment
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
-from unisono.exchange import buckets
+from unisono.exchange import gradient_accumulation
 from unisono.testing import run_ranks, run_result
 from unisono.train import build
 from unisono.train import run as run_module
@@ -236,7 +236,7 @@ def no_compilers(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_unique(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(buckets, "coalesced", lambda grad: grad)
+    patch.setattr(gradient_accumulation, "coalesced", lambda grad: grad)
 
 
 def no_local_steps(patch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import torch
 
 from unisono.checkpoint.sharded_state import box_of
 from unisono.distributed.process_group import ProcessGroup, is_dtensor, to_local
+from unisono.exchange import gradient_accumulation
 from unisono.exchange.buckets import divide_
-from unisono.exchange.gradient_accumulation import coalesced
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.plan.reduction_tree import Fold, Node
 
@@ -65,7 +65,7 @@ class GradientSums:
                 self._unsure.add(number)
             grad = grad if found is None else found
         dense = to_local(grad.detach())
-        dense = dense if dense.layout is torch.strided else coalesced(dense).to_dense()
+        dense = dense if dense.layout is torch.strided else gradient_accumulation.coalesced(dense).to_dense()
         row[number] = dense.reshape(-1)[window.start : window.stop].clone()
 
     def differing(self, weight: float, group: ProcessGroup) -> list[int]:
