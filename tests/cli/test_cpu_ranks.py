@@ -37,6 +37,7 @@ def environment_record(command: Command, run_dir: str) -> Any:
     return json.loads((command.folder / run_dir / "environment.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_mixed_run_reports_its_devices_and_promises_a_tolerance(command: Command, device_type: str) -> None:
     command.script(SCRIPT.replace("    x = torch.randn(", REPORT_DEVICE))
     words = ("run", "script.py", "--run-dir", "out", "--ranks", "3")

@@ -44,6 +44,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train_on_one_process("image", tmp_path_factory.mktemp("reference") / "run", sets=TOY)
 
 
+@pytest.mark.slow
 def test_two_processes_print_metrics_and_match_one(tmp_path: Path, reference: dict[str, Any]) -> None:
     """Each process has a loader worker that augments the images."""
     result, screen = train(tmp_path / "run", 2, sets={**TOY, "loader.workers": 1})
