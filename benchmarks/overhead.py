@@ -11,7 +11,7 @@ lightning-fabric is installed (pip install lightning-fabric lightning-utilities 
 the same loss and division.
 
 There are two data sets: a TensorDataset, which ours reads in batches, and a custom data set, which is read by sample,
-and for which ours checks in each step whether it used random numbers.
+and for which ours seeds the random generators before each fetch.
 """
 
 from __future__ import annotations
