@@ -204,6 +204,29 @@ def with_generator(run: Run[Any]) -> Any:
     return train(run, body)
 
 
+class KeepsLargest(nn.Module):
+    """Divides by the largest input seen: state that the run restores. It also keeps its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.largest, self.seen = nn.Linear(3, 2), 0.0, 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest = max(self.largest, float(x.abs().max()))
+        out: torch.Tensor = self.linear(x / (1.0 + self.largest))
+        self.seen = float(out.detach()[0, 0])
+        return out
+
+
+def with_generator_and_attributes(run: Run[Any]) -> Any:
+    draws = torch.Generator().manual_seed(3)
+
+    def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        step.backward(loss_of(model, x) * (1.0 + torch.rand((), generator=draws)), weight=len(i))
+
+    return train(run, body, build=KeepsLargest)
+
+
 class CountsFetches(Numbers):
     fetched = 0
 
@@ -301,6 +324,16 @@ BROKEN: dict[str, tuple[Loop, Off, int, Settings, str]] = {
     "counter on 1": (with_counter, patch_nothing, 1, LONGER, "another loss"),
     "counter on 2": (with_counter, patch_nothing, 2, LONGER, "another loss"),
     "generator": (with_generator, patch_nothing, 2, LONGER, "another loss"),
+    **{
+        f"generator beside attributes on {size}": (
+            with_generator_and_attributes,
+            patch_nothing,
+            size,
+            LONGER,
+            "another loss.*on one process, differ: randomness",
+        )
+        for size in (1, 2)
+    },
     "data": (partial(train, data=CountsFetches()), patch_nothing, 2, LONGER, "other samples.*keeps a counter"),
     "worker": (partial(train, data=UsesWorkerId()), patch_nothing, 1, LONGER, "in a loader worker"),
 }
@@ -360,6 +393,20 @@ def test_settings_disable_verification(tmp_path: Path) -> None:
         assert results["promise"] == "exact"
         assert "verified_steps" not in results
         assert events == []
+
+
+def train_with_attributes(world: World, folder: Path) -> Any:
+    def loop(run: Run[Any]) -> Any:
+        train(run, build=KeepsLargest)
+        return run_result(run)
+
+    return attempt(world, folder, loop, LONGER)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_verification_does_not_read_an_output_for_the_script(tmp_path: Path, size: int) -> None:
+    for result in run_ranks(train_with_attributes, size, tmp_path):
+        assert (result["promise"], result["verified_steps"]) == ("exact", 5), result
 
 
 # -- verified steps

@@ -201,6 +201,11 @@ class ModuleAttributes:
 
     # -- how an attribute is used
 
+    def outputs(self) -> list[str]:
+        """Return the known outputs, as "module.attribute". The model itself has the name of its class."""
+        shown = {name: name.partition("/")[2] or type(module).__name__ for name, module in self._modules.items()}
+        return sorted(f"{shown[module]}.{attribute}" for module, attribute in self._outputs)
+
     def _observe(self, keys: Collection[Key]) -> None:
         """Observe in the next virtual rank whether these attributes are read before they are written."""
         for module, attribute in keys:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,15 +20,16 @@ def attributes_of(models: Iterable[torch.nn.Module]) -> dict[str, str]:
     found = {}
     for model in models:
         for prefix, part in model.named_modules():
-            for name, value in vars(part).items():
+            attributes = object.__getattribute__(part, "__dict__")  # an observed module does not record this read
+            for name, value in attributes.items():
                 if name not in OF_TORCH and not name.startswith(MARKS) and (shown := _shown(value)) is not None:
                     found[f"{prefix or type(model).__name__}.{name}"] = shown
     return found
 
 
-def first_change(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """Return the first attribute that differs, with both values; "" if none does."""
-    for name in sorted({*one, *other}):
+def first_change(one: Mapping[str, str], other: Mapping[str, str], without: Collection[str]) -> str:
+    """Return the first attribute that differs, with both values; "" if none does. Ignore the names in `without`."""
+    for name in sorted({*one, *other} - {*without}):
         if one.get(name) != other.get(name):
             return f"{name} ({one.get(name, 'absent')} and {other.get(name, 'absent')})"
     return ""

@@ -66,6 +66,7 @@ def diagnose(
         kind: the first kind of difference: "loss" or "gradient".
     """
     tried: Attempt | None = None
+    compared = [*checked.attributes]
     if compute is not None:
         tried = yield from _try(compute, batches)
     names = [models.names.get(id(p), "a parameter") for p in gradient.params]
@@ -73,7 +74,9 @@ def diagnose(
         "numbers": [record.gradients for record in (checked.before, checked.inside) if record is not None],
         "tried": tried,
         "names": content_digest(names),
-        "attributes": checked.attributes,
+        "attributes": compared,
+        "attempts": checked.attributes[len(compared) :],
+        "outputs": models.buffers.attributes.outputs(),
     }
     with wrap_peer_errors("The verification of the promise"):
         rows = world.all_gather_object(mine)
@@ -92,8 +95,6 @@ def _try(compute: Compute, batches: SpareBatches) -> Generator[Any, None, Attemp
 def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) -> Cause:
     tried = [Attempt(*row["tried"]) for row in rows if row["tried"] is not None]
     scripted, compiled = causes.scripted_in(models), causes.compiled_in(models)
-    seen = [of for row in rows for of in row["attributes"]]
-    changed = next((text for of in seen if (text := first_change(seen[0], of))), "")
     if any(row["names"] != rows[0]["names"] for row in rows):
         return causes.ORDER
     if scripted:
@@ -103,7 +104,7 @@ def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) ->
         return causes.operators(known)
     if not unstable and any(each.once != each.moved for each in tried):
         return causes.ALIGNMENT
-    if changed:
+    if changed := _changed_attribute(rows):
         return causes.attribute(changed)
     if unstable:
         return causes.UNKEYED
@@ -112,6 +113,22 @@ def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) ->
     if kind == "gradient":
         return causes.BACKWARD
     return causes.PROCESS if any(each.once != tried[0].once for each in tried) else causes.STATE
+
+
+def _changed_attribute(rows: Sequence[Row]) -> str:
+    """Return an attribute with which two computations began in different states; "" if there is none.
+
+    The first two computations are compared with each other, and the attempts of a process among themselves: those begin
+    after the step, when an attribute may have the value that every process keeps. An output, which a forward pass
+    writes before it reads it, is no cause.
+    """
+    without = {name for row in rows for name in row["outputs"]}
+    began_together = [[of for row in rows for of in row["attributes"]], *(row["attempts"] for row in rows)]
+    for began in began_together:
+        for of in began:
+            if text := first_change(began[0], of, without):
+                return text
+    return ""
 
 
 def _where(rows: Sequence[Row], names: Sequence[str], kind: str) -> str:
