@@ -218,13 +218,13 @@ class KeepsLargest(nn.Module):
         return out
 
 
-def with_generator_and_attributes(run: Run[Any]) -> Any:
+def with_generator_and(build: Callable[[], nn.Module], run: Run[Any]) -> Any:
     draws = torch.Generator().manual_seed(3)
 
     def body(step: Step, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
         step.backward(loss_of(model, x) * (1.0 + torch.rand((), generator=draws)), weight=len(i))
 
-    return train(run, body, build=KeepsLargest)
+    return train(run, body, build=build)
 
 
 class CountsFetches(Numbers):
@@ -325,13 +325,14 @@ BROKEN: dict[str, tuple[Loop, Off, int, Settings, str]] = {
     "counter on 2": (with_counter, patch_nothing, 2, LONGER, "another loss"),
     "generator": (with_generator, patch_nothing, 2, LONGER, "another loss"),
     **{
-        f"generator beside attributes on {size}": (
-            with_generator_and_attributes,
+        f"generator and {build.__name__} on {size}": (
+            partial(with_generator_and, build),
             patch_nothing,
             size,
             LONGER,
             "another loss.*on one process, differ: randomness",
         )
+        for build in (KeepsLargest, Scripted)
         for size in (1, 2)
     },
     "data": (partial(train, data=CountsFetches()), patch_nothing, 2, LONGER, "other samples.*keeps a counter"),

@@ -57,6 +57,7 @@ class ModuleAttributes:
 
     enabled  False: nothing is restored, sent, or saved
     say      prints a line on the main process
+    outputs  attributes that are written before they are read, as far as this is known
     opaque   descriptions of attributes that change and cannot be sent: equal bits are not promised with them
     divided  whether several processes compute the micro-batches of one virtual rank, so that none has all its state
     """
@@ -74,7 +75,7 @@ class ModuleAttributes:
         self._now: AttributeSnapshot | None = None
         self._origin: AttributeSnapshot | None = None
         self._reads = AttributeReads()
-        self._outputs: set[Key] = set()  # written before they are read
+        self.outputs: set[Key] = set()
         self._state: set[Key] = set()  # read before they are written: state from one micro-batch to the next
         self._moved: set[Key] = set()  # changed since the loop began
         self._made: dict[Key, AttributeValue] = {}  # values of the first virtual rank
@@ -116,12 +117,12 @@ class ModuleAttributes:
         assert self._now is not None
         for key in self._now.changed():
             self._now.remember(key)
-            self._moved |= {key} - self._outputs
+            self._moved |= {key} - self.outputs
 
     def enter(self) -> None:
         """Begin a micro-batch of another virtual rank."""
         if self._watches:
-            self._observe(self._outputs)
+            self._observe(self.outputs)
             self._reads.begin(self._modules)
 
     def leave(self, *, first: bool) -> None:
@@ -133,7 +134,7 @@ class ModuleAttributes:
         if self.grew():
             self._undo_swaps()
         for key in self._now.changed():
-            if key in self._outputs:
+            if key in self.outputs:
                 self._now.forget(key)
                 continue
             self._observe({key} - self._state)
@@ -201,11 +202,6 @@ class ModuleAttributes:
 
     # -- how an attribute is used
 
-    def outputs(self) -> list[str]:
-        """Return the known outputs, as "module.attribute". The model itself has the name of its class."""
-        shown = {name: name.partition("/")[2] or type(module).__name__ for name, module in self._modules.items()}
-        return sorted(f"{shown[module]}.{attribute}" for module, attribute in self._outputs)
-
     def _observe(self, keys: Collection[Key]) -> None:
         """Observe in the next virtual rank whether these attributes are read before they are written."""
         for module, attribute in keys:
@@ -213,12 +209,12 @@ class ModuleAttributes:
 
     def _learn(self) -> None:
         for key, read in self._reads.end().items():
-            if read and key in self._outputs:  # it has read the value that another virtual rank of this process left
+            if read and key in self.outputs:  # it has read the value that another virtual rank of this process left
                 self._left.append(
                     f"{self._words(key, vars(self._modules[key[0]]).get(key[1]))}, later than it wrote it"
                 )
-            (self._state if read else self._outputs).add(key)
-            (self._outputs if read else self._state).discard(key)
+            (self._state if read else self.outputs).add(key)
+            (self.outputs if read else self._state).discard(key)
             if not read:
                 self._unclear.pop(key, None)
 
@@ -241,7 +237,7 @@ class ModuleAttributes:
             return dict(self._waiting)
         keys = self._moved if self.virtual_ranks > 1 else self._moved | set(self._origin.changed())
         found: dict[str, dict[str, Any]] = {}
-        for module, attribute in sorted(keys - self._outputs):
+        for module, attribute in sorted(keys - self.outputs):
             value = vars(self._modules[module]).get(attribute, ABSENT) if module in self._modules else ABSENT
             known = (module, attribute) in self._state
             if value is not ABSENT and is_portable(value) and (known or not _is_output(value)):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unisono.train.modules.attribute_snapshot import MARKS
+from unisono.train.modules.module_attributes import Key
 
 OF_TORCH = frozenset(vars(torch.nn.Module())) | {"training"}
 """Attributes that every module has."""
@@ -24,6 +25,15 @@ def attributes_of(models: Iterable[torch.nn.Module]) -> dict[str, str]:
             for name, value in attributes.items():
                 if name not in OF_TORCH and not name.startswith(MARKS) and (shown := _shown(value)) is not None:
                     found[f"{prefix or type(model).__name__}.{name}"] = shown
+    return found
+
+
+def names_of(keys: Iterable[Key], models: Sequence[torch.nn.Module]) -> list[str]:
+    """Return the names that `attributes_of` gives these attributes."""
+    found = []
+    for place, attribute in sorted(keys):
+        model, _, module = place.partition("/")
+        found.append(f"{module or type(models[int(model)]).__name__}.{attribute}")
     return found
 
 

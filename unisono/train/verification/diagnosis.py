@@ -16,7 +16,7 @@ from unisono.tensors.digest import content_digest
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.modules.models import Models
 from unisono.train.verification import causes
-from unisono.train.verification.attribute_text import first_change
+from unisono.train.verification.attribute_text import first_change, names_of
 from unisono.train.verification.causes import Cause
 from unisono.train.verification.checked_step import CheckedStep
 from unisono.train.verification.pass_record import Facts
@@ -76,7 +76,7 @@ def diagnose(
         "names": content_digest(names),
         "attributes": compared,
         "attempts": checked.attributes[len(compared) :],
-        "outputs": models.buffers.attributes.outputs(),
+        "outputs": names_of(models.buffers.attributes.outputs, models.modules),
     }
     with wrap_peer_errors("The verification of the promise"):
         rows = world.all_gather_object(mine)
@@ -97,9 +97,10 @@ def _cause(rows: Sequence[Row], models: Sequence[torch.nn.Module], kind: str) ->
     scripted, compiled = causes.scripted_in(models), causes.compiled_in(models)
     if any(row["names"] != rows[0]["names"] for row in rows):
         return causes.ORDER
-    if scripted:
-        return causes.scripted(scripted)
     unstable = any(each.once != each.again for each in tried)
+    settles = all(each.again == each.moved for each in tried)
+    if scripted and (settles or not unstable):
+        return causes.scripted(scripted)
     if unstable and (known := sorted({name for each in tried for name in each.operators})):
         return causes.operators(known)
     if not unstable and any(each.once != each.moved for each in tried):
