@@ -90,6 +90,7 @@ def test_other_workers_continue_when_a_worker_dies_or_hangs(command: Command) ->
     assert [word for word in command.words if word.startswith("behind")] == ["behind 0"]
 
 
+@pytest.mark.slow
 def test_the_loss_of_all_workers_saves_and_ends_the_run(command: Command) -> None:
     running = start(command, 3, "--set", "steps=1000")
     wait_for_update(command, 5)

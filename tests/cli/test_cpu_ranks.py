@@ -159,7 +159,10 @@ def test_an_invalid_number_of_cpu_ranks_is_refused(
     assert do in problem.remedy
 
 
-@pytest.mark.parametrize("what", ["exchange=ddp", "parallel.shard=2", "parallel.tensor=2"])
+@pytest.mark.parametrize(
+    "what",
+    ["parallel.shard=2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("exchange=ddp", "parallel.tensor=2"))],
+)
 def test_exchanges_and_axes_that_need_equal_devices_are_refused(command: Command, device_type: str, what: str) -> None:
     """Without an accelerator all processes are on the CPU, and these settings are valid."""
     name, _, value = what.partition("=")

@@ -107,6 +107,7 @@ def test_a_survived_death_is_not_the_cause_of_a_later_failure(
     assert "Restarting" not in ended.err
 
 
+@pytest.mark.slow
 def test_a_death_of_the_replacement_is_not_the_cause_of_a_later_failure(command: Command) -> None:
     die = """if world.number > 1:
     Path(__file__).with_name("came").touch()

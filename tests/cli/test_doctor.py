@@ -11,6 +11,7 @@ from tests.cli.command import Command
 from unisono.cli.commands.doctor import Finding, print_finding, run_isolated
 
 
+@pytest.mark.slow
 def test_a_broken_torchvision_does_not_stop_other_checks(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     package = command.folder / "packages" / "torchvision"
     package.mkdir(parents=True)

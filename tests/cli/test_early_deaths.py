@@ -44,6 +44,7 @@ def run_with_deaths(command: Command, deaths: dict[str, tuple[int, ...]], ranks:
     return ended.err
 
 
+@pytest.mark.slow
 def test_a_death_after_the_processes_have_met(command: Command) -> None:
     messages = run_with_deaths(command, {"place": (1,)}, 2)
     assert "Rank 1 of 2 died of signal 9 (SIGKILL)" in messages

@@ -79,6 +79,7 @@ def test_a_host_whose_own_name_does_not_resolve_needs_an_interface(monkeypatch: 
     require_own_host_name(lost, "gloo")
 
 
+@pytest.mark.slow
 def test_a_script_reports_the_host_once_without_a_traceback(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(command.folder / "script.py").write_text("import unisono\nunisono.main(lambda run: None)\n")
     given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": NOWHERE}

@@ -50,6 +50,7 @@ def result(folder: Path, run_dir: str) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_processes_with_variables_of_mpirun_have_the_bits_of_one_process(folder: Path) -> None:
     words = [sys.executable, "script.py", "--run-dir", "both", *REQUEST]
     ended = []

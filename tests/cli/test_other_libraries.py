@@ -61,7 +61,7 @@ def test_a_ddp_script_is_answered_with_a_page(command: Command) -> None:
     assert message[2].startswith("  Next: docs/start/from-ddp.md converts such a script")
 
 
-@pytest.mark.parametrize(("ranks", "status"), [("1", 0), ("2", 2)])
+@pytest.mark.parametrize(("ranks", "status"), [pytest.param("1", 0, marks=pytest.mark.slow), ("2", 2)])
 def test_a_script_that_trains_alone_is_answered_with_a_page(command: Command, ranks: str, status: int) -> None:
     (command.folder / "half.py").write_text("from torch.utils.data import DistributedSampler\nprint('trained')")
     ended = command.run("run", "half.py", "--ranks", ranks)

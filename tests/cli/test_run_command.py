@@ -136,7 +136,7 @@ def test_a_process_that_exits_without_a_message_is_named(command: Command) -> No
     assert ended.last == "Its log is empty: out/log/rank-1.log"
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
+@pytest.mark.parametrize("leave", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.slow)])
 def test_an_exit_with_status_0_while_peers_need_the_process_is_named(command: Command, leave: str) -> None:
     command.script(f"""
         def main(run):

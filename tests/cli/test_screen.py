@@ -56,7 +56,7 @@ unisono.main(main)
 UNISONO = ("-P", "-m", "unisono.cli.main", "run")
 
 
-@pytest.mark.parametrize("columns", [44, 160])
+@pytest.mark.parametrize("columns", [44, pytest.param(160, marks=pytest.mark.slow)])
 def test_the_progress_line_fits_the_width_of_the_terminal(tmp_path: Path, columns: int) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)
     words = [*UNISONO, "wordy.py", "--set", "steps=3", "--set", "batch=8", "--run-dir", "out"]

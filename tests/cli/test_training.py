@@ -339,7 +339,8 @@ def test_json_for_a_closed_standard_output_is_no_failure(command: Command, start
     assert result(command, "piped")["steps"] == 24
 
 
-@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["python", "unisono"])
 def test_a_closed_descriptor_1_is_not_reused_for_output(command: Command, starter: str) -> None:
     """Cover `unisono run script.py >&-`."""
     command.script(SCRIPT)

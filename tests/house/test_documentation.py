@@ -114,6 +114,7 @@ def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
     assert result["steps"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.launches], ids=by_name)
 def test_blocks_that_launch_run(block: Block, tmp_path: Path) -> None:
     """Each block starts two runs in processes of their own."""

@@ -90,7 +90,7 @@ def deep_in_16_bits(run: Run[Any]) -> Any:
     return train_deep(run, length=48)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_mixed_precision(tmp_path: Path, precision: Any) -> None:
     config = replace(UNEVEN, precision=precision, steps=12 if precision == "fp16" else 3)
     (found,) = run_ranks(attempt, 1, tmp_path / "1", deep_in_16_bits, config)
@@ -189,7 +189,10 @@ def test_masks_positions_and_lines_of_varying_length(tmp_path: Path, loop: Any) 
 
 @pytest.mark.parametrize(
     ("loop", "schedule"),
-    [pytest.param(tied_text, "1F1B", marks=pytest.mark.slow), (tied_text, "DualPipeV"), (tied_lines, "GPipe")],
+    [
+        *(pytest.param(tied_text, schedule, marks=pytest.mark.slow) for schedule in ("1F1B", "DualPipeV")),
+        (tied_lines, "GPipe"),
+    ],
 )
 def test_weights_that_two_stages_share(tmp_path: Path, loop: Any, schedule: Any) -> None:
     """They agree with one process to rounding; every process and any number of replicas has the same bits."""

@@ -50,7 +50,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
         pytest.param(4, {"tensor": 4}, marks=pytest.mark.slow),
         (2, {"tensor": 2, "sequence_parallel": True}),
         pytest.param(2, {"tensor": 2, "loss_parallel": True}, marks=pytest.mark.slow),
-        (4, {"tensor": 4, "sequence_parallel": True, "loss_parallel": True}),
+        pytest.param(4, {"tensor": 4, "sequence_parallel": True, "loss_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_it_agrees_with_one_process(tmp_path: Path, truth: TrainResult, size: int, axes: dict[str, Any]) -> None:
