@@ -179,10 +179,10 @@ COMMANDS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"],
     "unisono": ["-P", "-m", "unisono.cli.main", "run", "script.py", "--ranks", "2"],
 }
-STARTERS = ["python", "unisono", pytest.param("torchrun", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), *STARTERS[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["python", "unisono", "torchrun"])
 def test_a_run_directory_is_locked_until_its_run_ends_or_is_killed(command: Command, starter: str) -> None:
     command.script(WAITS)
     arguments = ["--run-dir", "out", "--set", "steps=1"]

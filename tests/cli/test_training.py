@@ -325,7 +325,8 @@ COMMANDS = {"python": ["script.py"], "unisono": ["-P", "-m", "unisono.cli.main",
 CLOSED = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
-@pytest.mark.parametrize("starter", [pytest.param("python", marks=pytest.mark.slow), "unisono"])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["python", "unisono"])
 def test_json_for_a_closed_standard_output_is_no_failure(command: Command, starter: str) -> None:
     """Cover `unisono run script.py --json | head -n 1`."""
     command.script(SCRIPT)

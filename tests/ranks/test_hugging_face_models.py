@@ -251,6 +251,7 @@ def logits() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_tensor_parallel_plan_of_the_model(tmp_path: Path) -> None:
     one = trained(1, tmp_path / "one", build=logits)
     assert_agree(trained(2, tmp_path / "tensor", build=logits, tensor=2), one)

@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
 }
+LONG = ("image", "speech")
+
 SETTINGS: dict[str, Settings] = {
     "text": text.Settings(
         steps=4,
@@ -75,7 +77,7 @@ def train(world: World, folder: str, recipe: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), pytest.param((1, 2, 3, 4), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.slow] * (r == "image")) for r in SETTINGS])
+@pytest.mark.parametrize("recipe", [pytest.param(r, marks=[pytest.mark.slow] * (r in LONG)) for r in SETTINGS])
 def test_weights_do_not_depend_on_the_number_of_processes(tmp_path: Path, recipe: str, sizes: tuple[int, ...]) -> None:
     """The tests of each recipe compare two processes with one."""
     skip_without_data(recipe)
