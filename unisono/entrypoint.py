@@ -40,7 +40,7 @@ from unisono.config import (
     flatten,
     result_settings,
 )
-from unisono.config.conflicts import problems_on_mixed_devices
+from unisono.config.conflicts import problems_on_mixed_devices, problems_on_shared_devices
 from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.data.rng import seed_everything
 from unisono.distributed.existing_group import take_over
@@ -56,6 +56,7 @@ from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
+from unisono.train.guarantees.deterministic_kernels import name_unrepeatable_operator
 from unisono.train.guarantees.run_identity import agree, describe_environment
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.loop import choose_loop
@@ -133,7 +134,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         start = replace(start, request=request)
         facts = describe_environment(group.device)
         differences = agree(group, facts)
-        if group.mixed and (problems := problems_on_mixed_devices(flatten(loaded.settings), start.line())):
+        problems = problems_on_mixed_devices(flatten(loaded.settings), start.line()) if group.mixed else []
+        if group.staged and not group.mixed and group.device.type != "cuda":  # gloo sends tensors of CUDA devices
+            problems = problems_on_shared_devices(flatten(loaded.settings), start.line())
+        if problems:
             raise SettingsError.of(problems)
         kinds = group.all_gather_object(device_kind(group.device))
         if group.mixed:  # the main process may change
@@ -180,7 +184,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
     try:
-        with explain_dtensor_errors(run.settings.parallel), name_recompile_limit():
+        with explain_dtensor_errors(run.settings.parallel), name_recompile_limit(), name_unrepeatable_operator():
             train(run)
         lifecycle.finish(context)
     except RunStopped:

@@ -1,7 +1,7 @@
 """This process's place in its run, as a plain value. The only reader of environment variables.
 
 Our own launcher passes a World to every process on the command line. torchrun, Slurm's srun and mpirun set variables
-instead. Nothing here writes to the environment: Unisono's processes do not communicate through it.
+instead. Only variables that other libraries read are ever set: Unisono's processes do not communicate through them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,41 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from unisono.errors import WorldError
 
 _folder = "."
 with contextlib.suppress(OSError):  # the folder may have been removed
     _folder = os.getcwd()
+
+
+class DeviceAssignment(NamedTuple):
+    """The device of each rank on a host.
+
+    first_on_cpu      first of the ranks that compute on the CPU, while others use accelerators
+    end_on_cpu        the rank behind the last of these
+    ranks_per_device  number of ranks that share an accelerator
+    """
+
+    first_on_cpu: int = 0
+    end_on_cpu: int = 0
+    ranks_per_device: int = 1
+
+    @property
+    def cpu_ranks(self) -> int:
+        """The number of ranks that compute on the CPU."""
+        return self.end_on_cpu - self.first_on_cpu
+
+    def index_of(self, rank: int, local_rank: int) -> int | None:
+        """Return the index of the accelerator of a rank; None for the CPU."""
+        if self.first_on_cpu <= rank < self.end_on_cpu:
+            return None
+        return (local_rank - (self.cpu_ranks if rank >= self.end_on_cpu else 0)) // self.ranks_per_device
+
+
+ONE_EACH = DeviceAssignment()
+"""Each rank has an accelerator of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +70,7 @@ class World:
         restarts: how often torchrun or Slurm has restarted all processes.
         joins: whether it joins processes that are training already.
         least: processes that must remain for the run to continue (--ranks MIN:MAX); 0: not given.
-        on_cpu: ranks from the first to before the second compute on the CPU, while others use accelerators.
+        devices: the device of each rank.
         launcher: python, unisono, torchrun, srun or mpirun; script: the script has made a process group itself.
         folder: where the command was typed; relative paths in it begin there.
         terminal: whether rank 0 may draw live lines on its standard output.
@@ -59,7 +88,7 @@ class World:
     restarts: int = 0
     joins: bool = False
     least: int = 0
-    on_cpu: tuple[int, int] = (0, 0)
+    devices: DeviceAssignment = ONE_EACH
     launcher: str = "python"
     folder: str = field(default_factory=lambda: _folder)
     terminal: bool = False
@@ -71,18 +100,18 @@ class World:
         """Whether this process prints for all."""
         return self.rank == 0 and not self.dry
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", DeviceAssignment(*self.devices))  # a list, where it was read from JSON
+
     @property
     def cpu_ranks(self) -> int:
         """The number of ranks that compute on the CPU, while others use accelerators."""
-        return self.on_cpu[1] - self.on_cpu[0]
+        return self.devices.cpu_ranks
 
     @property
     def device_index(self) -> int | None:
         """The index of its accelerator on this host; None if it computes on the CPU."""
-        first, end = self.on_cpu
-        if first <= self.rank < end:
-            return None
-        return self.local_rank - (self.cpu_ranks if self.rank >= end else 0)
+        return self.devices.index_of(self.rank, self.local_rank)
 
     @property
     def foreign(self) -> bool:
@@ -161,6 +190,11 @@ def job() -> str | None:
     """
     ids = variables(("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return ".".join(ids.values()) if "SLURM_JOB_ID" in ids else None
+
+
+def set_for_libraries(name: str, value: str) -> None:
+    """Set a variable that a library of this process will read, unless the user has set it."""
+    os.environ.setdefault(name, value)
 
 
 def inherited(changes: dict[str, str]) -> dict[str, str]:

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.command import Command
 from tests.cli.refused_requests import request_problems as request_problems
+from tests.standin import standin
 
 
 @pytest.fixture
@@ -16,6 +18,15 @@ def command(tmp_path: Path) -> Iterator[Command]:
     command = Command(tmp_path)
     yield command
     command.close()
+
+
+@pytest.fixture
+def device_type(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the type of the only accelerator that commands find."""
+    for name, value in standin.environment(accelerator).items():
+        monkeypatch.setenv(name, value)
+    found = torch.accelerator.current_accelerator()
+    return "standin" if accelerator or found is None else found.type
 
 
 @pytest.fixture(autouse=True, scope="session")

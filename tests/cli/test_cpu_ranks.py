@@ -13,7 +13,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cli.command import PRELUDE, ROOT, Command
 from tests.cli.refused_requests import RequestProblems
@@ -23,14 +22,6 @@ from tests.standin import standin
 from unisono.environment import variables
 
 REPORT_DEVICE = "    say(f'on {run.device.type}')\n    x = torch.randn("
-
-
-@pytest.fixture
-def device_type(accelerator: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the type of the only accelerator that commands find."""
-    for name, value in standin.environment(accelerator).items():
-        monkeypatch.setenv(name, value)
-    return "standin" if accelerator else str(torch.accelerator.current_accelerator())
 
 
 def environment_record(command: Command, run_dir: str) -> Any:
@@ -133,7 +124,8 @@ def test_more_processes_than_accelerators_are_answered_with_cpu_ranks(command: C
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")
     assert ended.status == 1
     assert f"Process 1 has no {device_type} device.\n  It would use device 1, and this host has 1.\n" in ended.err
-    assert "start 1 process here, or hide the devices from some" in ended.last
+    assert "start 1 process here; or let several share a device" in ended.last
+    assert "--ranks-per-device N" in ended.last
     assert "--cpu-ranks N" in ended.last
 
 

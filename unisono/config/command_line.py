@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 VALUED = (
-    *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks"),
+    *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks", "--ranks-per-device"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
 )
 """Flags whose value is the next word."""

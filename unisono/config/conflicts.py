@@ -332,11 +332,32 @@ NOT_ON_MIXED_DEVICES = (
 
 def problems_on_mixed_devices(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
     """Return what does not work if some processes have accelerators and others do not, or have those of two vendors."""
+    return _problems_on_devices(
+        values,
+        line,
+        "the same kind of device on all processes",
+        "Here processes have different kinds of device.",
+        "start processes on one kind of device only",
+    )
+
+
+def problems_on_shared_devices(values: Mapping[str, Any], line: CommandLine) -> list[Problem]:
+    """Return what does not work if several processes use one accelerator whose tensors gloo cannot send."""
+    return _problems_on_devices(
+        values,
+        line,
+        "a device for each process",
+        "Here several processes share one (--ranks-per-device), and gloo does not send its tensors.",
+        f"{line.without('--ranks-per-device')} on a host with more devices",
+    )
+
+
+def _problems_on_devices(
+    values: Mapping[str, Any], line: CommandLine, needed: str, fact: str, otherwise: str
+) -> list[Problem]:
     return [
         Problem(
-            f"{condition.describe(values)} needs the same kind of device on all processes.",
-            "Here processes have different kinds of device.",
-            f"{line.setting(condition.change)}, or start processes on one kind of device only",
+            f"{condition.describe(values)} needs {needed}.", fact, f"{line.setting(condition.change)}, or {otherwise}"
         )
         for condition in NOT_ON_MIXED_DEVICES
         if condition.holds(values[condition.name])

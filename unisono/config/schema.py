@@ -232,6 +232,9 @@ class PromiseSettings:
     on_violation: Literal["auto", "stop", "warn"] = setting(
         "auto", "stop the run, or warn and lower the promise; auto: stop before step 10, warn later"
     )
+    kernels: Literal["deterministic", "fastest"] = result_setting(
+        "deterministic", "kernels of accelerators; fastest: bits may differ from run to run"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

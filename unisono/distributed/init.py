@@ -53,8 +53,9 @@ def choose_device(world: World, index: int | None) -> torch.device:
         raise WorldError(
             f"Process {world.rank} has no {accelerator.type} device.",
             f"It would use device {index}, and this host has {count}.",
-            f"start {plural(count, 'process', 'processes')} here, or hide the devices from some, which then compute "
-            "on the CPU (unisono run: --cpu-ranks N; torchrun and srun: CUDA_VISIBLE_DEVICES=).",
+            f"start {plural(count, 'process', 'processes')} here; or let several share a device (unisono run: "
+            "--ranks-per-device N); or hide the devices from some, which then compute on the CPU (unisono run: "
+            "--cpu-ranks N; torchrun and srun: CUDA_VISIBLE_DEVICES=).",
         )
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
@@ -113,7 +114,7 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
         yield ProcessGroup(0, 1, choose_device(world, world.device_index))
         return
     atexit.register(exit_watchdog)
-    gloo = world.cpu_ranks > 0 or not torch.accelerator.is_available()
+    gloo = world.cpu_ranks > 0 or shares_devices(world) or not torch.accelerator.is_available()
     if (world.store or "").startswith(SCHEME) and (gloo or world.least):
         with join_elastic(world, divided=divided) as joined:
             yield joined
@@ -121,6 +122,11 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
         with join_fixed(world) as joined:
             yield joined
     atexit.unregister(exit_watchdog)
+
+
+def shares_devices(world: World) -> bool:
+    """Return whether several processes of the run use one accelerator."""
+    return world.devices.ranks_per_device > 1 and torch.accelerator.is_available()
 
 
 SLOW_START_SECONDS = 20.0
@@ -150,13 +156,14 @@ def join_fixed(world: World) -> Iterator[ProcessGroup]:
         store = _store(world)
         device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
         mixed = not same_everywhere(store, world.size, device_kind(device))
-    backend = backend_of(device, mixed=mixed)
+    staged = mixed or shares_devices(world)
+    backend = backend_of(device, staged=staged)
     require_own_host_name(world, backend)
     if world.store == existing_group.EXISTING:
-        existing_group.use_group(torch.device("cpu") if mixed else device, backend)
+        existing_group.use_group(torch.device("cpu") if staged else device, backend)
     else:
         connect(store, world.rank, world.size, backend)
-    joined = build_group(world, device, mixed=mixed)
+    joined = build_group(world, device, mixed=mixed, staged=staged)
     yield joined
     if dist.is_initialized():  # asynchronous workers have left before: param_server/async_run.py
         joined.barrier()
@@ -164,9 +171,9 @@ def join_fixed(world: World) -> Iterator[ProcessGroup]:
             dist.destroy_process_group()
 
 
-def backend_of(device: torch.device, *, mixed: bool) -> str:
-    """Return torch's back end for this device; gloo, which every process has, if their devices differ."""
-    return "gloo" if mixed else dist.get_default_backend_for_device(device)
+def backend_of(device: torch.device, *, staged: bool) -> str:
+    """Return torch's back end for this device; gloo, which every process has, if messages are staged on the CPU."""
+    return "gloo" if staged else dist.get_default_backend_for_device(device)
 
 
 EXIT_SECONDS = 30.0
@@ -195,8 +202,9 @@ def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
     """
     device = choose_device(world, world.device_index)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
-    membership = Membership(world, backend_of(device, mixed=mixed))
-    joined, reference = ProcessGroup(0, 1, device, mixed, monitor=membership), None
+    staged = mixed or shares_devices(world)
+    membership = Membership(world, backend_of(device, staged=staged))
+    joined, reference = ProcessGroup(0, 1, device, mixed, staged, monitor=membership), None
     if not world.joins:
         membership.regroup(joined)
     elif divided:
@@ -208,9 +216,9 @@ def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
     del reference
 
 
-def build_group(world: World, device: torch.device, *, mixed: bool = False) -> ProcessGroup:
+def build_group(world: World, device: torch.device, *, mixed: bool = False, staged: bool = False) -> ProcessGroup:
     """Return the group of the run's processes, whose torch group exists. Collective."""
-    group = ProcessGroup(world.rank, world.size, device, mixed)
+    group = ProcessGroup(world.rank, world.size, device, mixed, staged)
     return replace(group, neighbors=find_neighbors(group))
 
 

@@ -2,14 +2,14 @@
 
 Objects are sent as JSON in byte tensors, never as pickles, so that received data cannot run code.
 
-If some processes have an accelerator and others do not, all of them use gloo, which supports only the CPU. Tensors are
-then staged there:
+If some processes have an accelerator and others do not, all of them use gloo, which supports only the CPU. So do
+processes that share an accelerator, which NCCL refuses. Tensors are then staged on the CPU:
 
     process 0   [ gradient ]  cuda:0  --copy-->  [ ] cpu  ==gloo==>  ...  [ sum ] cpu  --copy, in wait-->  cuda:0
     process 1   [ gradient ]  cpu     =========  the same tensor  ==>  ...  [ sum ] cpu
 
 A copy from a device waits until the tensor has been computed there. A copy to a device is complete when it returns. If
-all processes have the same kind of device, nothing is copied.
+each process has a device of its own, and all are of one kind, nothing is copied.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class ProcessGroup:
         rank: the rank of this process in the group, 0 to size - 1.
         size: the number of processes.
         device: the device of the tensors of collectives.
-        mixed: whether processes have different kinds of devices. Messages are then staged on the CPU.
+        mixed: whether processes have different kinds of devices.
+        staged: whether messages are staged on the CPU, since the devices have no back end in common, or share one.
         neighbors: {rank: process id} of the processes that share memory with this one (shared_memory.py).
         members: the rank of each process in the whole run; empty if the group is the whole run.
         handle: torch's group; None for that of the whole run.
@@ -190,6 +191,7 @@ class ProcessGroup:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mixed: bool = False
+    staged: bool = False
     neighbors: Mapping[int, int] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
@@ -239,7 +241,7 @@ class ProcessGroup:
     @property
     def comm_device(self) -> torch.device:
         """The device from which tensors are sent."""
-        return torch.device("cpu") if self.mixed else self.device
+        return torch.device("cpu") if self.staged else self.device
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> Work:
         """Start to sum `tensor` over all processes in place; with `largest`, to find the maximum of each element."""
@@ -289,7 +291,7 @@ class ProcessGroup:
         """
         receives = [message for message in receives if message.tensor.numel()]
         sends = [message for message in sends if message.tensor.numel()]
-        if self.on_gloo and not self.mixed:
+        if self.on_gloo and not self.staged:
             irecvs = [partial(dist.irecv, t, group=self.handle, group_src=peer) for t, peer in receives]
             isends = [partial(dist.isend, t, group=self.handle, group_dst=peer) for t, peer in sends]
             return PreparedMessages([*irecvs, *isends], partial(self._wrap_messages, received=len(irecvs)))

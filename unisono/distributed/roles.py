@@ -67,5 +67,11 @@ def assign_roles(group: ProcessGroup, servers: int) -> RoleGroup:
     """
     assert 1 <= servers < group.size, "checked with the settings"
     return RoleGroup(
-        group.rank, group.size, group.device, group.mixed, servers=servers, shares=ParameterAssignment(servers)
+        group.rank,
+        group.size,
+        group.device,
+        group.mixed,
+        group.staged,
+        servers=servers,
+        shares=ParameterAssignment(servers),
     )

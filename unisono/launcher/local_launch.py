@@ -16,7 +16,7 @@ from types import MappingProxyType
 import psutil  # type: ignore[import-untyped]
 
 import unisono
-from unisono.environment import World, draws_live_lines, inherited, variables
+from unisono.environment import ONE_EACH, DeviceAssignment, World, draws_live_lines, inherited, variables
 from unisono.launcher.elastic_policy import ElasticLauncher, socket_folder
 from unisono.launcher.hang_watcher import HangWatcher
 from unisono.launcher.supervisor import RunOutcome, WorkerSpec, supervise
@@ -34,7 +34,7 @@ def run(
     variables: Mapping[str, str] = MappingProxyType({}),
     minimum: int | None = None,
     elastic: bool = False,
-    on_cpu: tuple[int, int] = (0, 0),
+    devices: DeviceAssignment = ONE_EACH,
     columns: int = 0,
 ) -> RunOutcome:
     """Run the script in `ranks` processes and return when all have ended.
@@ -51,7 +51,7 @@ def run(
         minimum: when a process dies and this many remain, they continue, and a replacement is started; None: a death
             ends the run.
         elastic: the same on accelerators.
-        on_cpu: ranks from the first to before the second compute on the CPU, while others use accelerators.
+        devices: the device of each rank.
         columns: width of `screen`, which shows live lines without being a terminal; 0: use standard output's.
     """
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
@@ -65,7 +65,7 @@ def run(
             """Return the specification of process `number`, which replaces another one or itself."""
             rank = ranks_of[number] = ranks_of.get(replaced, replaced)
             world = replace(
-                _world(rank, ranks, on_cpu),
+                _world(rank, ranks, devices),
                 store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
                 terminal=terminal,
                 columns=columns,
@@ -108,7 +108,7 @@ def dry_run(
     *,
     ranks: int,
     threads: int = 1,
-    on_cpu: tuple[int, int] = (0, 0),
+    devices: DeviceAssignment = ONE_EACH,
     seconds: int = DRY_SECONDS,
 ) -> RunOutcome:
     """Run the script in one process up to its loop, to check whether `ranks` processes could run it.
@@ -116,13 +116,13 @@ def dry_run(
     See train/diagnostics/dry_run.py. Its output is discarded. After `seconds` it dies of SIGALRM.
     """
     with socket_folder() as folder:
-        world = replace(_world(ranks - 1, ranks, on_cpu), dry=folder)
+        world = replace(_world(ranks - 1, ranks, devices), dry=folder)
         environment = inherited(_for_libraries(threads))
         spec = _spec(0, world, [str(script), *arguments], environment, Path(folder), Path(folder), seconds)
         return supervise([spec], screen=None, verbose=False)
 
 
-def _world(rank: int, size: int, on_cpu: tuple[int, int]) -> World:
+def _world(rank: int, size: int, devices: DeviceAssignment) -> World:
     """Return the place of a process among `size` on this host."""
     return World(
         rank=rank,
@@ -130,7 +130,7 @@ def _world(rank: int, size: int, on_cpu: tuple[int, int]) -> World:
         local_rank=rank,
         local_size=size,
         host=socket.gethostname(),
-        on_cpu=on_cpu,
+        devices=devices,
         launcher="unisono",
         folder=os.getcwd(),
     )

@@ -27,13 +27,14 @@ from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
 from unisono.train.extensions import Extension, bind
+from unisono.train.guarantees.deterministic_kernels import describe_kernels
 from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
 from unisono.train.loop import SyncLoop
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
-from unisono.train.state.resume import check_exchange, check_length, check_ties
+from unisono.train.state.resume import check_exchange, check_kernels, check_length, check_ties
 from unisono.train.step import Step, StepParts
 from unisono.train.verification.verification import build_verification
 
@@ -140,7 +141,13 @@ def _check_identity(context: RunContext, data: Any, length: int, custom: CustomE
     identity["length"] = data.shape if isinstance(data, Stream) else length
     identity["ties"] = context.models.ties or "none"
     identity["own exchange"] = context.exchange_states.own = custom.name if custom is not None else "none"
+    by_rank = context.group.all_gather_object(describe_kernels(context.device))
+    identity["kernels"] = kernels = "; ".join(sorted(set(by_rank)))
+    if len(set(by_rank)) > 1 and not context.group.mixed:
+        rank = next(rank for rank, other in enumerate(by_rank) if other != by_rank[0])
+        progress.differences.append(f"kernels differ: {by_rank[0]} on rank 0, {by_rank[rank]} on rank {rank}")
     progress.changes += check_length(state.resumed, identity["length"], context.accepted)
+    progress.changes += check_kernels(state.resumed, kernels, context.accepted)
     progress.changes += check_ties(state.resumed, identity["ties"])
     progress.changes += check_exchange(state.resumed, identity["own exchange"], context.accepted)
 

@@ -25,6 +25,7 @@ from unisono.train.evaluation.collective_pass import collective_pass
 from unisono.train.evaluation.evaluate import Measure, evaluate
 from unisono.train.evaluation.model_call import Forward
 from unisono.train.evaluation.predict import predict
+from unisono.train.guarantees.deterministic_kernels import fix_kernels
 from unisono.train.guarantees.user_errors import check_shapes
 from unisono.train.loop import SyncLoop
 from unisono.train.modules.buffer_sync import refuse_sync
@@ -52,6 +53,7 @@ class Run(Generic[S]):
 
     def __init__(self, context: RunContext, loop: SyncLoop) -> None:
         fix_compilers()
+        fix_kernels(context.device, context.settings.promise)
         self.context, self._loop = context, loop
         self.settings: S = context.settings  # type: ignore[assignment]
         self.device: torch.device = context.device

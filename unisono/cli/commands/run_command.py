@@ -24,7 +24,7 @@ from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import script_of
 from unisono.cli.start.autoresume import resumed_request
 from unisono.config import CommandLine, plural
-from unisono.environment import World
+from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
@@ -36,6 +36,7 @@ def run(
     *,
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
+    ranks_per_device: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
@@ -53,22 +54,29 @@ def run(
         MIN are left. On accelerators all processes restart when one dies, unless MIN:MAX is given.
     cpu_ranks
         Number of these processes that compute on the CPU: parameter servers first, otherwise the last ranks.
+    ranks_per_device
+        Number of processes that share an accelerator. They exchange through gloo, by the CPU's memory.
     no_dry_run
         Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
     """
     world = World.current()
     if world.foreign and world.size > 1:
-        return _run_here(world, target, ranks, cpu_ranks, request)
+        return _run_here(world, target, ranks, cpu_ranks, ranks_per_device, request)
     flags = ["--ranks", ranks] if ranks != "1" else []
     flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
+    flags += ["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else []
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
     request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
     sizes = numbers(ranks, cpu_ranks, line)
+    if ranks_per_device < 1:
+        error = f"--ranks-per-device {ranks_per_device} is out of range."
+        raise SettingsError(error, "At least one process uses an accelerator.", str(line.without("--ranks-per-device")))
     count = sizes.usual
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
-    sizes = sizes._replace(on_cpu=(0, cpu_ranks) if serves else (count - cpu_ranks, count))
+    on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
+    sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
     if unsure and not no_dry_run and not _fits(script, threads, sizes, request, line):
         print(f"Stopped before the start: nothing to save.\n  Next: {line}", file=sys.stderr)
         if request.json:
@@ -106,15 +114,20 @@ def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunO
         print(f"\n{advice}", file=sys.stderr, flush=True)
 
 
-def _run_here(world: World, target: str, ranks: str, cpu_ranks: int, request: RunRequest) -> int:
+def _run_here(world: World, target: str, ranks: str, cpu_ranks: int, ranks_per_device: int, request: RunRequest) -> int:
     """Run the script in this process, which is one of those that srun or torchrun started."""
     flags = ["--ranks", ranks] if ranks != "1" else []
-    line = request.line("unisono", "run", target, *flags, *(["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []))
-    if cpu_ranks:
-        error = f"--cpu-ranks cannot be combined with {world.launcher}."
-        facts = f"{world.launcher} started the processes, and each uses the accelerator that it sees."
-        do = f"{line.without('--cpu-ranks')} (hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES=)"
-        raise SettingsError(error, facts, do)
+    flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
+    flags += ["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else []
+    line = request.line("unisono", "run", target, *flags)
+    for given, flag, do in (
+        (cpu_ranks != 0, "--cpu-ranks", "hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES="),
+        (ranks_per_device != 1, "--ranks-per-device", "unisono run can start the processes itself, on one host"),
+    ):
+        if given:
+            error = f"{flag} cannot be combined with {world.launcher}."
+            facts = f"{world.launcher} started the processes, and each uses the accelerator that it sees."
+            raise SettingsError(error, facts, f"{line.without(flag)} ({do})")
     if ranks not in ("1", str(world.size)):
         error = f"--ranks {ranks} does not match the {world.size} processes of {world.launcher}."
         facts = f"{world.launcher} started this command {world.size} times, and each is a process of the run."
@@ -144,7 +157,7 @@ def _fits(script: Path, threads: int, ranks: RankRange, request: RunRequest, lin
     """
     earlier = (request.run_dir or newest_run(script.stem)) if request.resume else None
     arguments = replace(request, typed=str(line)).arguments(earlier or Path(script.stem))
-    outcome = local_launch.dry_run(script, arguments, ranks=ranks.usual, threads=threads, on_cpu=ranks.on_cpu)
+    outcome = local_launch.dry_run(script, arguments, ranks=ranks.usual, threads=threads, devices=ranks.devices)
     failure = outcome.failure
     if failure is not None and failure.record is not None and failure.exit_status == 2 and failure.record.problems:
         raise SettingsError.of(failure.record.problems)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from unisono.checkpoint import emergency_dump
 from unisono.checkpoint.storage import checkpoints_at, storages_of
 from unisono.cli.request.run_options import RunRequest
+from unisono.environment import ONE_EACH, DeviceAssignment
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
@@ -37,13 +38,13 @@ class RankRange(NamedTuple):
     least    processes that must be left for the others to continue after a death
     usual    processes that are started
     elastic  whether both numbers were given (--ranks MIN:MAX)
-    on_cpu   ranks from the first number up to, not including, the second compute on the CPU
+    devices  the device of each rank
     """
 
     least: int
     usual: int
     elastic: bool
-    on_cpu: tuple[int, int] = (0, 0)
+    devices: DeviceAssignment = ONE_EACH
 
 
 def run_with_restarts(
@@ -72,7 +73,7 @@ def run_with_restarts(
             threads=threads,
             minimum=ranks.least,
             elastic=ranks.elastic,
-            on_cpu=ranks.on_cpu,
+            devices=ranks.devices,
             screen=screen,
             columns=columns,
             verbose=say,

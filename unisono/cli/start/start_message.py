@@ -35,6 +35,8 @@ def print_start(
     processes = ", ".join(
         [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
     )
+    each = context.world.devices.ranks_per_device
+    processes += f", {each} to a device" if each > 1 and context.group.staged else ""
     threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
     more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"

@@ -36,7 +36,7 @@ from unisono.train.run import Run
 
 S = TypeVar("S", bound=Settings)
 
-KNOWN_LATER = ("length", "ties", "own exchange")
+KNOWN_LATER = ("length", "kernels", "ties", "own exchange")
 """Fields of a run's identity that depend on its data, model and script. The run compares them itself."""
 
 NEVER_ACCEPTED = ("layout", "ties")
@@ -70,6 +70,8 @@ class StartRequest:
             return line.in_processes(self.world.size) if all_here else line
         ranks = ["--ranks", str(self.world.size)] if self.world.size > 1 else []
         ranks += ["--cpu-ranks", str(self.world.cpu_ranks)] if self.world.cpu_ranks else []
+        each = self.world.devices.ranks_per_device
+        ranks += ["--ranks-per-device", str(each)] if each != 1 else []
         target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
         return self.request.line("unisono", "run", target, *ranks)
 
@@ -145,7 +147,7 @@ class StartRequest:
         """Return the checkpoint to resume; None if there is none yet. Raises SettingsError if it does not match."""
         path = newest(run_dir, console.print_line)
         before = metadata_of(path)["identity"] if path is not None else {}
-        fields = {*before, *identity, "length"} - {*NEVER_ACCEPTED}
+        fields = {*before, *identity, "length", "kernels"} - {*NEVER_ACCEPTED}
         problems = self.request.problems_of_accepted(fields, self.line())
         known = {name: value for name, value in before.items() if name not in COMPARED_LATER}
         if path is not None:

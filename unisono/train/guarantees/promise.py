@@ -9,6 +9,7 @@ from unisono.exchange.choose import promise_of
 from unisono.parallel.compiler_determinism import order_dependent
 from unisono.parallel.parallelize import promise_of_parallel
 from unisono.train.context import RunContext
+from unisono.train.guarantees.deterministic_kernels import unrepeatable
 from unisono.train.guarantees.user_errors import is_elementwise
 from unisono.train.optimization.sharded_step import differs_in_shards
 
@@ -45,7 +46,7 @@ def _promise_here(context: RunContext) -> tuple[str, str]:
         return "tolerance", "; ".join(progress.differences)
     if opaque := models.buffers.attributes.opaque:
         return "tolerance", "; ".join(opaque)
-    if why := order_dependent or _benchmarks(context.device):
+    if why := order_dependent or unrepeatable or _benchmarks(context.device):
         return "tolerance", "; ".join(why)
     if progress.broken_promise:
         return "tolerance", progress.broken_promise

@@ -38,6 +38,29 @@ def check_length(resumed: Checkpoint | None, length: int | str, accepted: Sequen
     return _change(resumed, "length", before, length)
 
 
+def check_kernels(resumed: Checkpoint | None, kernels: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the change of bits if formats of numbers or kinds of kernels differ from those of the run before.
+
+    Args:
+        resumed: the checkpoint from which the run is resumed.
+        kernels: their description (train/guarantees/deterministic_kernels.py).
+        accepted: changes that the user accepts.
+
+    Raises:
+        SettingsError: they differ, and `accepted` does not contain "kernels".
+    """
+    before = _identity(resumed, "kernels", kernels)
+    if before == kernels:
+        return []
+    if "kernels" not in accepted:
+        raise SettingsError(
+            "Cannot resume with other kernels or formats of numbers.",
+            f"The run was begun with {before}; now there are {kernels}. The result depends on them.",
+            "set the same in the script, or add --accept-change kernels.",
+        )
+    return _change(resumed, "kernels", before, kernels)
+
+
 def check_exchange(resumed: Checkpoint | None, name: str, accepted: Sequence[str]) -> list[dict[str, Any]]:
     """Return the change of bits if the script's own exchange is another one than at the beginning.
 
