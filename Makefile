@@ -11,9 +11,12 @@ unexport PYTHONDONTWRITEBYTECODE # or each of the thousand processes of the test
 # The first Python of these that starts and is new enough. Say PYTHON=/path/to/python to choose another one.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
-VENV := .venv
+# Another version of torch: make test TORCH=2.11.0. It has an environment of its own, and only the tests run there. (PyPI's
+# builds for NVIDIA bring several GB of libraries along.)
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+PINS := build/constraints$(if $(TORCH),-torch-$(TORCH)).txt
 PEERS := .venv-peers
 RANKS ?= 2
 WORKERS ?= 4
@@ -26,18 +29,20 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies and the project in i
 # --without-pip is for systems that ship Python without ensurepip (Debian without python3-venv): their own pip fills it.
 # The build back end comes first, pinned, so that --no-build-isolation builds with it and fetches nothing else.
 $(STAMP): pyproject.toml constraints.txt
+	@mkdir -p build
+	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') -e '' constraints.txt > $(PINS)
 	@if [ -z "$(PYTHON)" ]; then echo "Unisono needs Python 3.11 or newer; found: $$(python3 --version 2>&1 || true)." \
 		"Next: install one, then type: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3" >&2; exit 2; fi
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,docs]'
+	$(BIN)/python -m pip install -q -c $(PINS) setuptools
+	$(BIN)/python -m pip install -q -c $(PINS) --no-build-isolation -e '.[dev,docs]'
 	@touch $@
 
 run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
-test: lint types docs  ## lint, types, the site, and every test that is not slow
+test: $(if $(TORCH),setup,lint types docs)  ## lint, types, the site, and every test that is not slow; TORCH=2.11.0: tests alone
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 40 --durations-min 4
 
 lint: setup  ## ruff: rules and format
@@ -63,6 +68,11 @@ correctness: setup $(PEERS)/.ready  ## measure the silent mistakes of others and
 	$(PEERS)/bin/python -m pytest tests/house/test_documentation.py
 	$(BIN)/python -m benchmarks.mistakes --peers $(PEERS)/bin/python
 
+# On a machine with a GPU whose Python has torch already: make gpu GPU_PYTHON=python3 (nothing is installed). Packages that
+# it lacks may be in a folder: PYTHONPATH=/path/to/packages make gpu GPU_PYTHON=python3
+gpu: $(if $(GPU_PYTHON),,setup)  ## tests and benchmarks on a GPU: writes benchmarks/GPU.md (eight minutes); GPU=--dry tries them
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(GPU)
+
 agreement: setup  ## every placement of three recipes beside one process: writes docs/measured/agreement.md (minutes)
 	$(BIN)/python -m benchmarks.placements
 
@@ -76,7 +86,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf $(VENV) $(PEERS) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-torch-* $(PEERS) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types docs slow bench correctness agreement clean
+.PHONY: help setup run test lint types docs slow bench correctness gpu agreement clean

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ import unisono
 class Settings(unisono.Settings):
     steps: int | None = 8
     batch: int = 24
-    net: Literal["mlp", "cnn", "rnn", "transformer"] = "mlp"
+    net: Literal["mlp", "cnn", "rnn", "transformer", "llama"] = "mlp"
     optimizer: Literal["adamw", "sgd", "lbfgs", "adafactor"] = "adamw"
     dies: int = -1  # the step in which rank 1 is killed, once
     stop: int = -1  # the step after which the run receives SIGTERM, once
@@ -60,11 +60,37 @@ class Transformer(nn.Module):
         return self.head(x.mean(1))
 
 
+class Llama(nn.Module):
+    """A Llama of Hugging Face, with random weights."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+
+        super().__init__()
+        sizes: dict[str, Any] = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        heads: dict[str, Any] = {"num_key_value_heads": 2, "vocab_size": 17, "num_labels": 5, "pad_token_id": 0}
+        self.model = LlamaForSequenceClassification(LlamaConfig(**sizes, **heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).logits
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Dropout(0.2), nn.LayerNorm(33), nn.Linear(33, 5))
 
 
-NETS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": CNN, "rnn": RNN, "transformer": Transformer}
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": mlp,
+    "cnn": CNN,
+    "rnn": RNN,
+    "transformer": Transformer,
+    "llama": Llama,
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True),
@@ -76,7 +102,7 @@ def samples(net: str, count: int) -> TensorDataset:
     """Return random samples and classes: images of 4 by 4 pixels, vectors of 16 numbers, or sequences of 9 tokens."""
     generator = torch.Generator().manual_seed(11)
     classes = torch.randint(5, (count,), generator=generator)
-    if net in ("rnn", "transformer"):
+    if net in ("rnn", "transformer", "llama"):
         return TensorDataset(torch.randint(17, (count, 9), generator=generator), classes)
     return TensorDataset(torch.randn(count, *((1, 4, 4) if net == "cnn" else (16,)), generator=generator), classes)
 

@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU: `make gpu` runs all of them and writes benchmarks/GPU.md."""

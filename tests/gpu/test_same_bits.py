@@ -1,0 +1,77 @@
+"""One fingerprint on a GPU: on 1, 2 and 3 processes that share it, with workers, after a resume, and after a death."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.conftest import Gpu
+from tests.gpu.runs import SCRIPT, Start, train_all
+
+TEXT = "text batch=16 steps=6 model.width=64 model.depth=2 model.context=64 validate_bytes=4096 sample_bytes=0"
+IMAGE = "image source=digits batch=32 steps=6 epochs=none model.width=8 train_images=300 valid_images=64"
+SPEECH = "speech source=spoken voices=3 draws=1 batch=16 steps=6 epochs=none model.width=16"
+TARGETS = {
+    "text": TEXT,
+    "image with batch norm": IMAGE,
+    "speech": SPEECH,
+    "mlp with dropout": f"{SCRIPT} net=mlp steps=6",
+    "llama": f"{SCRIPT} net=llama steps=6",
+}
+SHARED = {"1": (Start(1),), "2": (Start(2),), "3": (Start(3),)}
+OTHER_WAYS = {
+    "loader worker": (Start(1, "loader.workers=1"),),
+    "loader workers on 2": (Start(2, "loader.workers=2"),),
+    "resume on 2": (Start(1, "steps=3"), Start(2, "steps=6")),
+}
+DEATH = {"death": (Start(3, "dies=2"),)}
+
+
+def assert_one_fingerprint(results: dict[str, dict[str, Any]]) -> None:
+    errors = {name: result["error"] for name, result in results.items() if "error" in result}
+    assert not errors, "\n\n".join(f"{name}:\n{text}" for name, text in errors.items())
+    assert {result["promise"] for result in results.values()} == {"exact"}, results
+    fingerprints = {name: result["weights_sha256"] for name, result in results.items()}
+    assert len(set(fingerprints.values())) == 1, fingerprints
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_in_fp32(gpu: Gpu, tmp_path: Path, target: str) -> None:
+    variants = SHARED | OTHER_WAYS | (DEATH if SCRIPT in TARGETS[target] else {})
+    assert_one_fingerprint(train_all(tmp_path, TARGETS[target], variants, gpu.environment))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_in_16_bits(gpu: Gpu, tmp_path: Path, target: str, precision: str) -> None:
+    assert_one_fingerprint(train_all(tmp_path, f"{TARGETS[target]} precision={precision}", SHARED, gpu.environment))
+
+
+@pytest.mark.usefixtures("only_cuda")
+@pytest.mark.parametrize("target", ["text", "mlp with dropout", "llama"])
+def test_compiled(gpu: Gpu, tmp_path: Path, target: str) -> None:
+    variants = SHARED | {"resume on 2": OTHER_WAYS["resume on 2"]}
+    assert_one_fingerprint(train_all(tmp_path, f"{TARGETS[target]} parallel.compile=true", variants, gpu.environment))
+
+
+@pytest.mark.usefixtures("only_cuda")
+@pytest.mark.parametrize("reshard", ["layer", "step"])
+def test_two_shards_on_one_gpu(gpu: Gpu, tmp_path: Path, reshard: str) -> None:
+    """gloo sends tensors of CUDA devices, so two processes that share a GPU can share a model."""
+    variants = {"1": (Start(1),), "shards": (Start(2, f"parallel.shard=2 parallel.reshard={reshard}"),)}
+    assert_one_fingerprint(train_all(tmp_path, f"{TEXT} clip=1.0", variants, gpu.environment))
+
+
+def test_wide_sums(gpu: Gpu, tmp_path: Path) -> None:
+    target = f"{SCRIPT} net=mlp steps=6 exchange=wide"
+    assert_one_fingerprint(train_all(tmp_path, target, SHARED, gpu.environment))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "int8", "topk", "powersgd"])
+def test_compressed_gradients_train(gpu: Gpu, tmp_path: Path, kind: str) -> None:
+    target = f"{SCRIPT} net=mlp steps=6 compress.kind={kind}"
+    results = train_all(tmp_path, target, {"1": (Start(1),), "2": (Start(2),)}, gpu.environment)
+    assert not [result for result in results.values() if "error" in result], results
+    assert results["2"]["loss"] == pytest.approx(results["1"]["loss"], rel=0.05)
