@@ -135,7 +135,7 @@ def tasks(*, small: bool) -> dict[str, Task]:
         "ResNet-50": Task(
             lambda: resnet(depths, channels),
             lambda length: images(length, side),
-            batch=16 if small else 256,
+            batch=32 if small else 256,
             precision="bf16",
             unit="images",
             units=1,

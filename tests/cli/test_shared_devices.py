@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.command import ROOT, Command
 from tests.cli.refused_requests import RequestProblems
 from tests.cli.test_deaths import DYING, JOIN_REQUESTED
 from tests.cli.test_training import SCRIPT, result
@@ -39,6 +39,14 @@ def test_the_others_continue_after_a_death_on_a_shared_device(command: Command, 
     found = result(command, "shared")
     assert (found["ranks"], [each["process"] for each in found["deaths"]]) == (3, [1])
     assert found["weights_sha256"] == result(command, "alone")["weights_sha256"]
+
+
+def test_an_evaluation_with_loader_workers_and_pinned_memory(command: Command, device_type: str) -> None:
+    words = ("run", ROOT / "benchmarks/golden/script.py", "--set", "net=mlp", "--set", "steps=2")
+    for workers in ("0", "1"):
+        ended = command.run(*words, "--run-dir", workers, "--set", f"loader.workers={workers}")
+        assert ended.status == 0, ended.err
+    assert result(command, "1")["weights_sha256"] == result(command, "0")["weights_sha256"]
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def _end_pin_memory_thread(batches: Any) -> None:
     for the thread. torch has no public way to end it.
     """
     thread = getattr(batches, "_pin_memory_thread", None)
-    if thread is None:
+    if thread is None or batches._shutdown:  # noqa: SLF001  (torch has ended it, after the last batch)
         return
     batches._pin_memory_thread_done_event.set()  # noqa: SLF001
     batches._worker_result_queue.put((None, None))  # noqa: SLF001  (wakes it)
