@@ -7,6 +7,7 @@ for a forward pass: `setattr` refuses a plain tensor in the place of a parameter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,8 +89,38 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 def set_shard_group(module: Any, group: Any) -> None:
     """Let FSDP2 shard a module over another process group. It has no public way to change the group."""
-    for of in module._get_fsdp_state()._fsdp_param_groups:
+    for of in _param_groups(module):
         of.mesh_info.shard_process_group = group
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters of a module. Before torch 2.12 a module has at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def reduce_unused_gradients(module: Any) -> None:
+    """Let FSDP2 reduce zeros for parameters of this module that got no gradient: other processes may have used them.
+
+    Before torch 2.13, which has a setting for it, the zeros are set as gradients just before FSDP2 reduces.
+    """
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    for group in _param_groups(module):
+        group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    for param in group.fsdp_params if group.reduce_grads else ():
+        if not hasattr(param, "_unsharded_param") or param.unsharded_accumulated_grad is not None:
+            continue
+        whole = param.unsharded_param
+        if whole.requires_grad and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    post_backward(*unused)
 
 
 def arguments_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
