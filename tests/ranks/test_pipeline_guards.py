@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.loops import Numbers, attempt
@@ -183,6 +184,8 @@ class WritesInPlace(nn.Module):
 @pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
 def test_in_place_writes_and_detached_layers(tmp_path: Path, schedule: Any) -> None:
     config, loop = settings(batch=8, virtual_ranks=4, steps=2), partial(train_on, given=as_dict, build=WritesInPlace)
+    if schedule == "InterleavedZeroBubble" and not hasattr(dist, "all_gather_single"):
+        pytest.skip("before torch 2.13 this schedule cannot compute a detached layer's gradient")
     (alone,) = run_ranks(attempt, 1, tmp_path / "1", loop, config)
     assert isinstance(alone, list), alone
     config = replace(config, parallel=ParallelSettings(pipeline=2, schedule=schedule))
