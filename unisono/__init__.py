@@ -79,6 +79,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
+    if name in ("main", "launch"):  # before a module needs something that an old torch lacks
+        importlib.import_module("unisono.torch_compat.versions").require_torch()
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

@@ -131,8 +131,8 @@ class NcclLike(dist.ProcessGroup):
     ) -> Any:
         return self._queue([out], [mine], lambda to, of: [self.gloo.alltoall_base(to[0], of[0], theirs, sizes, opts)])
 
-    _allgather_base = all_gather_single  # the names that torch calls before 2.13
-    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single  # type: ignore[assignment]  # the names that torch calls before 2.13
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
 
     def messages(self, ops: Sequence[dist.P2POp]) -> list[Queued]:
         """Send a batch of messages as one work. A sender waits until its receiver is ready."""
