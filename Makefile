@@ -16,6 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+OTHER_PINS = -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^setuptools==.*/setuptools>=77.0.3,<82/'
 PINS := build/constraints$(if $(TORCH),-torch-$(TORCH)).txt
 PEERS := .venv-peers
 RANKS ?= 2
@@ -30,7 +31,7 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies and the project in i
 # The build back end comes first, pinned, so that --no-build-isolation builds with it and fetches nothing else.
 $(STAMP): pyproject.toml constraints.txt
 	@mkdir -p build
-	@sed $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d') -e '' constraints.txt > $(PINS)
+	@sed $(if $(TORCH),$(OTHER_PINS)) -e '' constraints.txt > $(PINS)
 	@if [ -z "$(PYTHON)" ]; then echo "Unisono needs Python 3.11 or newer; found: $$(python3 --version 2>&1 || true)." \
 		"Next: install one, then type: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3" >&2; exit 2; fi
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
