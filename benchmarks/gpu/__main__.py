@@ -4,6 +4,10 @@
     PYTHONPATH=. python3 -m benchmarks.gpu            from a checkout that is not installed
     PYTHONPATH=. python3 -m benchmarks.gpu --dry      without a GPU: does every line run? Writes build/GPU.md
 
+Images with torch for CUDA usually lack cyclopts with docstring-parser and rich-rst, braceexpand, and espeakng-loader,
+which the speech recipe needs. All are small wheels: `pip download --no-deps`, then `pip install --target FOLDER`, and
+FOLDER in PYTHONPATH.
+
 Every part has a time limit, and the page is written again after each part, so that an interrupted run keeps its
 findings. All parts together take at most eight minutes on one GPU.
 """
