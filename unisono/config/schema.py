@@ -233,7 +233,7 @@ class PromiseSettings:
         "auto", "stop the run, or warn and lower the promise; auto: stop before step 10, warn later"
     )
     kernels: Literal["deterministic", "fastest"] = result_setting(
-        "deterministic", "on accelerators; fastest: bits may differ from run to run"
+        "deterministic", "kernels of accelerators; the fastest ones may change bits at each run"
     )
 
 
