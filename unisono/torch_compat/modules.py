@@ -94,7 +94,7 @@ def set_shard_group(module: Any, group: Any) -> None:
 
 
 def _param_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of parameters of a module. Before torch 2.12 a module has at most one."""
+    """Return FSDP2's groups of parameters of a module. In torch 2.10 and 2.11 it has at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -104,7 +104,7 @@ def _param_groups(module: Any) -> list[Any]:
 def reduce_unused_gradients(module: Any) -> None:
     """Let FSDP2 reduce zeros for parameters of this module that got no gradient: other processes may have used them.
 
-    Before torch 2.13, which has a setting for it, the zeros are set as gradients just before FSDP2 reduces.
+    torch 2.13 has a setting for it. In torch 2.10 and 2.11 the zeros are set as gradients just before FSDP2 reduces.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)

@@ -1,6 +1,6 @@
 """The private functions of torch.distributed that Unisono uses. No other module uses such names.
 
-The same names exist from torch 2.10 to 2.13. After an update of torch, check this file first.
+The tests have run with these names in torch 2.10, 2.11 and 2.13. After an update of torch, check this file first.
 """
 
 from __future__ import annotations

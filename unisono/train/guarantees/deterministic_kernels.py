@@ -92,7 +92,7 @@ def describe_kernels(device: torch.device) -> str:
 
 
 def _enabled(value: Any) -> bool:
-    """Return a switch of torch, which is a bool, or from torch 2.11 on may be a tuple that begins with one."""
+    """Return a switch of torch, which is a bool, or in some versions a tuple that begins with one."""
     return bool(value[0] if isinstance(value, tuple) else value)
 
 
