@@ -111,6 +111,7 @@ def test_processes_of_torchrun_detect_their_devices(command: Command, device_typ
     assert done.stderr.count("parallel.shard = 2 needs the same kind of device on all processes.") == 1
 
 
+@pytest.mark.slow
 def test_a_server_needs_no_accelerator(command: Command, device_type: str) -> None:
     command.script(SCRIPT)
     words = ("--ranks", "2", "--cpu-ranks", "1", "--set", "exchange=server", "--set", "steps=6", "--run-dir", "out")

@@ -65,6 +65,7 @@ FAILING = DYING.replace(
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "error", "status", "last"),
     [

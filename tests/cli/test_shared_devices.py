@@ -41,6 +41,7 @@ def test_the_others_continue_after_a_death_on_a_shared_device(command: Command, 
     assert found["weights_sha256"] == result(command, "alone")["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_with_loader_workers_and_pinned_memory(command: Command, device_type: str) -> None:
     words = ("run", ROOT / "benchmarks/golden/script.py", "--set", "net=mlp", "--set", "steps=2")
     for workers in ("0", "1"):

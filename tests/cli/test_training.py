@@ -170,6 +170,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(command: Command) -> None:
     assert result(command, "whole")["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
     import subprocess
     import sys

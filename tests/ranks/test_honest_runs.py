@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -114,6 +115,7 @@ class SometimesUsed(nn.Module):
         return out + self.some(x) if float(x.sum()) > 0 else out
 
 
+@pytest.mark.slow
 def test_correct_runs_pass_verification(tmp_path: Path) -> None:
     (one,) = run_ranks(run_all, 1, tmp_path / "1")
     for size in (2, 3):

@@ -164,7 +164,8 @@ def test_run_matches_up_to_rounding(accelerator: str, tmp_path: Path, case: str)
     assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
 
 
-@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 1])
 def test_slower_process_computes_less(accelerator: str, tmp_path: Path, slow: int) -> None:
     config: Settings = training.settings(steps=40, batch=24, virtual_ranks=12)
     alike = run_ranks(train, 1, "", (), "mlp", config, str(tmp_path / "alike"))

@@ -63,6 +63,7 @@ def begin(script: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system chooses cores by itself")
 def test_a_failure_just_after_a_collective_does_not_abort(tmp_path: Path) -> None:
     """A thread of gloo's was about to release tensors, which needs the interpreter: half of the processes aborted."""
