@@ -38,6 +38,7 @@ _EXPORTS = {
     "DivergenceError": "unisono.errors",
     "PromiseBrokenError": "unisono.errors",
     "PeerLostError": "unisono.errors",
+    "OutOfMemoryError": "unisono.errors",
     "StuckError": "unisono.errors",
 }
 
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from unisono.errors import DataError as DataError
     from unisono.errors import DivergenceError as DivergenceError
     from unisono.errors import LoopError as LoopError
+    from unisono.errors import OutOfMemoryError as OutOfMemoryError
     from unisono.errors import PeerLostError as PeerLostError
     from unisono.errors import PromiseBrokenError as PromiseBrokenError
     from unisono.errors import RankFailedError as RankFailedError

@@ -56,6 +56,7 @@ from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
+from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
 from unisono.train.guarantees.deterministic_kernels import name_unrepeatable_operator
 from unisono.train.guarantees.run_identity import agree, describe_environment
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
@@ -184,7 +185,12 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
     try:
-        with explain_dtensor_errors(run.settings.parallel), name_recompile_limit(), name_unrepeatable_operator():
+        with (
+            explain_out_of_memory(context),
+            explain_dtensor_errors(run.settings.parallel),
+            name_recompile_limit(),
+            name_unrepeatable_operator(),
+        ):
             train(run)
         lifecycle.finish(context)
     except RunStopped:

@@ -86,6 +86,10 @@ class PromiseBrokenError(UnisonoError):
     """A repeated computation gives other bits, so the promise of equal bits does not hold."""
 
 
+class OutOfMemoryError(UnisonoError):
+    """A device has no memory left. The message lists what holds how much, and settings that need less."""
+
+
 class StuckError(WorldError):
     """The run made no progress for longer than watchdog.timeout."""
 
