@@ -21,6 +21,7 @@ from unisono.distributed.init import join_process_group
 from unisono.distributed.mesh import build_mesh
 from unisono.environment import World
 from unisono.parallel.parallelize import parallelize
+from unisono.tensors.mapped_memory import MappedMemory
 from unisono.testing import run_ranks
 from unisono.train.run import Run
 
@@ -149,6 +150,7 @@ def assert_same_bits(folder: Path, layouts: list[tuple[int, dict[str, Any]]], **
         assert (other.losses, other.norms) == (one.losses, one.norms), axes
 
 
+@pytest.mark.slow
 def test_any_layout_of_data_has_the_same_bits(tmp_path: Path) -> None:
     assert_same_bits(tmp_path, [(4, {"replicate": 2}), (4, {"shard": 2})])
 
@@ -335,7 +337,7 @@ def gradient_of_an_embedding(world: World) -> list[float]:
         mesh = build_mesh(MeshShape(tensor=world.size), ours)
         torch.manual_seed(0)
         model = BehindEmbedding()
-        parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True))
+        parallelize(model, mesh, ParallelSettings(tensor=world.size, compile=True), None, MappedMemory())
         for row in model.rows:
             code: Any = row.forward
             code._code = torch.compile(code.forward, backend="aot_eager")  # no compiler takes time

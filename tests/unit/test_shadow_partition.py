@@ -29,7 +29,9 @@ def run_stages(
         partition = ShadowPartition(own, "a test")
         starts, forward = partition.stage_starts(stages, names), own.forward
         stages_of = partition.stages_of_params(own, starts)
-        partition.apply(own, starts, [stage], {id(p) for p in own.parameters() if stage in stages_of[id(p)]})
+        partition.apply(
+            own, starts, [stage], {id(p) for p in own.parameters() if stage in stages_of[id(p)]}, torch.device("cpu")
+        )
         rng_of_stage = rng_state
 
         def begin(rng_of_stage: Tensor = rng_of_stage) -> None:
@@ -215,7 +217,8 @@ def test_parameters_of_other_stages_become_shadows() -> None:
     model = Branches()
     partition = ShadowPartition(model, "a test")
     starts = partition.stage_starts(2, ["rows.1"])
-    partition.apply(model, starts, [0], {id(p) for link in partition.links[: starts[1]] for p in link.params})
+    kept = {id(p) for link in partition.links[: starts[1]] for p in link.params}
+    partition.apply(model, starts, [0], kept, torch.device("cpu"))
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"enter", "place", "rows"}
     assert [name for name, _ in model.named_parameters() if name.startswith("rows.")] == [
         "rows.0.inner.weight",

@@ -25,16 +25,26 @@ from unisono.checkpoint.safetensors_writer import NAMES, SUFFIX
 from unisono.errors import CheckpointError
 from unisono.tensors.spec import TensorSpec
 
+WINDOW = 16 * 2**20
+"""Bytes that are read before files are closed and opened again."""
+
 
 class SafetensorsFiles:
-    """The safetensors files of a checkpoint. Each is opened when it is first read."""
+    """The safetensors files of a checkpoint. Each is opened when it is first read.
+
+    They are mapped into memory, and closed after WINDOW bytes: pages that were read would stay in the process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
+        self._read = 0
 
     def read(self, file_name: str, name: str, box: Sequence[slice], dtype: torch.dtype, shape: Sequence[int]) -> Any:
         """Return a box of a tensor that has this dtype and shape in the file."""
+        if self._read > WINDOW:
+            self._open, self._read = {}, 0
+        self._read += prod(part.stop - part.start for part in box) * dtype.itemsize
         if file_name not in self._open:
             self._open[file_name] = safe_open(self.folder / file_name, "pt")
         file = self._open[file_name]

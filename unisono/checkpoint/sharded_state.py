@@ -15,9 +15,13 @@ from torch.utils._pytree import tree_map_only
 from unisono.checkpoint.safetensors_reader import LazyTensor
 from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.tensors.codec import ShardPart
+from unisono.torch_compat.modules import loads_plainly
 
 if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
+
+LARGE = 2**20
+"""Bytes from which the parameters of a model are loaded one at a time."""
 
 
 def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -92,11 +96,36 @@ def tied(state: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     return state
 
 
+def load_module(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load the saved state of a model, each tensor sharded as it is in the model.
+
+    Large parameters are read one at a time, after all others: in the model's load_state_dict they get the values that
+    they have. A model that takes part in loading (with a load_state_dict of its own, or a hook) gets the whole state.
+
+    Raises:
+        RuntimeError: Names or shapes differ.
+    """
+    own = model.state_dict()
+    late = (
+        {name for name, now in own.items() if _is_loaded_late(state.get(name), now)}
+        if all(map(loads_plainly, model.modules()))
+        else set()
+    )
+    model.load_state_dict(
+        {name: own[name] if name in late else read(_like(value, own.get(name))) for name, value in state.items()}
+    )
+    with torch.no_grad():
+        for name in late:
+            own[name].copy_(_like(state[name], own[name]))
+
+
+def _is_loaded_late(value: Any, now: Any) -> bool:
+    fits = isinstance(value, LazyTensor) and isinstance(now, torch.Tensor) and value.shape == now.shape
+    return fits and now.nbytes >= LARGE
+
+
 def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
-    """Return the saved state of a model or an optimizer, with each tensor sharded as it is in `thing`."""
-    if isinstance(thing, torch.nn.Module):
-        now = thing.state_dict()
-        return read({name: _like(value, now.get(name)) for name, value in state.items()})
+    """Return the saved state of an optimizer with each tensor sharded as in `thing`; that of others is read."""
     if isinstance(thing, torch.optim.Optimizer):
         params = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
 

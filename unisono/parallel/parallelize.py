@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,10 +23,34 @@ if TYPE_CHECKING:
     from unisono.distributed.mesh import Mesh
     from unisono.parallel.fsdp.fsdp import ShardedLayer
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
+    from unisono.tensors.mapped_memory import MappedMemory
+
+
+def build_model(
+    builder: Callable[[], nn.Module], memory: MappedMemory, mesh: Mesh, parallel: ParallelSettings
+) -> nn.Module:
+    """Build a model. One that will be divided is built in files, so that no process needs memory for all of it.
+
+    Args:
+        builder: Builds the model.
+        memory: The files.
+        mesh: The processes of the run.
+        parallel: The settings.
+    """
+    if parallel.model_parallel_devices == 1 and not _is_divided(mesh):
+        return builder()
+    with memory.allocating():
+        model = builder()
+    memory.move_in([*model.parameters(), *model.buffers()])
+    return model
 
 
 def parallelize(
-    model: nn.Module, mesh: Mesh, parallel: ParallelSettings, plan: Plan | ParallelPlan | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    parallel: ParallelSettings,
+    plan: Plan | ParallelPlan | None,
+    memory: MappedMemory,
 ) -> list[ShardedLayer]:
     """Parallelize a model over the devices of the run, in place, with the same content on every process.
 
@@ -38,6 +62,7 @@ def parallelize(
         mesh: The processes of the run.
         parallel: The settings.
         plan: How the model is divided along the axis `tensor`: torch's styles by module name, or a plan of the script.
+        memory: The files in which the model was built. Their pages are dropped as soon as they are not needed.
 
     Returns:
         The layers whose parameters are gathered together, if the model is sharded.
@@ -46,10 +71,14 @@ def parallelize(
     _refuse_gradient_hooks(model, mesh)
     casts, layer_classes = parallel.param_dtype != "fp32", parallel.layer_classes
 
-    _move_to_devices(model, mesh, parallel)
-    mesh.world.broadcast_([*model.parameters(), *model.buffers()])
+    if not _is_divided(mesh):  # otherwise only parts are moved
+        _move_to_devices(model, mesh, parallel)
+    mesh.world.broadcast_(memory.releasing([*model.parameters(), *model.buffers()]))
     if mesh.tensor.size > 1:
-        _divide_matrices(model, mesh, parallel, plan)
+        with memory.allocating():
+            _divide_matrices(model, mesh, parallel, plan)
+        if mesh.shard.size == mesh.pipeline.size == 1:
+            model.to(mesh.world.device)
     if casts and not parallel.compile:  # inside of checkpoints: a layer that is recomputed is cast again
         apply_param_dtype(model, parallel)
     if parallel.activation_checkpoint != "none":
@@ -59,8 +88,13 @@ def parallelize(
     if casts and parallel.compile:  # outside of compiled code, which would skip roundings
         apply_param_dtype(model, parallel)
     if mesh.shard.size > 1:
-        return _shard_parameters(model, mesh, parallel)
+        return _shard_parameters(model, mesh, parallel, memory)
     return []
+
+
+def _is_divided(mesh: Mesh) -> bool:
+    """Return whether each process holds only a part of the model."""
+    return max(mesh.tensor.size, mesh.shard.size, mesh.pipeline.size) > 1
 
 
 def _move_to_devices(model: nn.Module, mesh: Mesh, parallel: ParallelSettings) -> None:
@@ -96,11 +130,13 @@ def _compile_layers(model: nn.Module, layer_classes: list[str]) -> None:
     apply_compile(model, layer_classes)
 
 
-def _shard_parameters(model: nn.Module, mesh: Mesh, parallel: ParallelSettings) -> list[ShardedLayer]:
+def _shard_parameters(
+    model: nn.Module, mesh: Mesh, parallel: ParallelSettings, memory: MappedMemory
+) -> list[ShardedLayer]:
     """Shard a model's parameters along the axis `shard`."""
     from unisono.parallel.fsdp.fsdp import apply_shard
 
-    return apply_shard(model, mesh.torch_mesh("shard"), parallel, mesh.world.device)
+    return apply_shard(model, mesh.torch_mesh("shard"), parallel, mesh.world.device, memory)
 
 
 def _check_plan(model: nn.Module, plan: Any) -> None:

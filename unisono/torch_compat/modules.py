@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 Slot = tuple[nn.Module, str]
@@ -85,6 +86,35 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     """Return a DTensor's part on this process. (`to_local` is for autograd; handlers run below it.)"""
     part: torch.Tensor = tensor._local_tensor
     return part.detach()
+
+
+def loads_plainly(module: nn.Module) -> bool:
+    """Return whether a module's state_dict has its own tensors, and it copies others into them when it loads.
+
+    A module may replace these methods or register hooks. FSDP2's hooks only free gathered parameters.
+    """
+    kind = type(module)
+    methods = (
+        kind.state_dict is nn.Module.state_dict,
+        kind.load_state_dict is nn.Module.load_state_dict,
+        kind._save_to_state_dict is nn.Module._save_to_state_dict,
+        kind._load_from_state_dict in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict),
+    )
+    hooks = (
+        *(module._state_dict_hooks, module._state_dict_pre_hooks),
+        *(module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks),
+    )
+    return all(methods) and all(map(_is_of_fsdp, (hook for found in hooks for hook in found.values())))
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "hook", hook).__module__).startswith("torch.distributed.fsdp")
+
+
+def tensor_with_data(tensor: Any) -> torch.Tensor:
+    """Return the tensor whose `data` is this process's part of a DTensor; any other tensor itself."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
 
 
 def set_shard_group(module: Any, group: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -17,8 +18,10 @@ from unisono.errors import LoopError, SettingsError
 from unisono.exchange.choose import refuse_hook
 from unisono.exchange.wrappers.custom import Build
 from unisono.parallel.compiler_determinism import fix_compilers
+from unisono.parallel.parallelize import build_model
 from unisono.parallel.precision import apply_precision, autocast
 from unisono.plan.rng_keys import INIT, mix
+from unisono.tensors.mapped_memory import MappedMemory
 from unisono.train.build import build_loop, total_steps
 from unisono.train.context import RunContext
 from unisono.train.evaluation.collective_pass import collective_pass
@@ -123,17 +126,19 @@ class Run(Generic[S]):
         """
         context = self.context
         models, step_sync, settings = context.models, context.step_sync, self.settings
+        memory = MappedMemory()
         if not isinstance(model, torch.nn.Module):
             accelerator = None if self.device.type == "cpu" else self.device
             seed_everything(mix(settings.seed, INIT, len(models.modules)), accelerator)
-            model = model()
+            model = build_model(model, memory, context.mesh, settings.parallel)
         check_shapes(model)
         if settings.virtual_ranks > 1:
             refuse_sync(model)
         placed: Module = model  # type: ignore[assignment]
         step_sync.require_same_call("run.place")
         timed = None if example is None else TimingExample(example, settings.precision)
-        models.add(placed, settings.parallel, plan, lambda: step_sync.require_same_call("a forward pass"), timed)
+        together = partial(step_sync.require_same_call, "a forward pass")
+        models.add(placed, settings.parallel, plan, memory, together, timed)
         models.context.add(placed, sequence)
         if models.pipeline is not None:
             context.state.stages = models.pipeline.names

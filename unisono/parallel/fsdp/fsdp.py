@@ -35,6 +35,7 @@ from unisono.torch_compat.modules import parameter_slots, reduce_unused_gradient
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
+    from unisono.tensors.mapped_memory import MappedMemory
 
 
 @dataclass
@@ -168,9 +169,16 @@ def _mark_used(used: list[bool], i: int, _: torch.Tensor) -> None:
 
 
 def apply_shard(
-    model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device
+    model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device, memory: MappedMemory
 ) -> list[ShardedLayer]:
     """Shard a model's parameters over the processes of a mesh. All of them have the same content before.
+
+    Args:
+        model: The model; its parameters may be on the CPU, and are moved to `device` layer by layer.
+        mesh: The processes.
+        parallel: The settings.
+        device: The device on which the parts are.
+        memory: The files in which the model was built.
 
     Returns:
         What is gathered together.
@@ -183,7 +191,7 @@ def apply_shard(
     if parallel.tensor == 1:
         draw_as_whole()
     strides = lay_out_rows(model)
-    layers = _shard_layers(model, mesh, parallel, device)
+    layers = _shard_layers(model, mesh, parallel, device, memory)
     for layer in layers:
         layer.configure(by_layer=by_layer)
     for layer in layers:
@@ -200,7 +208,7 @@ def apply_shard(
 
 
 def _shard_layers(
-    model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device
+    model: nn.Module, mesh: DeviceMesh, parallel: ParallelSettings, device: torch.device, memory: MappedMemory
 ) -> list[ShardedLayer]:
     """Let FSDP2 take over each layer, and at last the model with the parameters that are in none."""
     options: dict[str, Any] = {
@@ -221,6 +229,7 @@ def _shard_layers(
             _refuse_mixed(module, names, mesh.size())
             shapes = [to_local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
+            memory.release_pages()
             class_name = type(module).__mro__[2].__name__  # FSDP2 has derived two classes from the module's own
             label = f"The {class_name} {names_of[module]}".strip()
             layers.append(ShardedLayer(label, module, names, shapes, (mesh.get_local_rank(), mesh.size())))

@@ -201,7 +201,14 @@ class FxPartition(Partition):
         common = [node for node in self.graph.nodes if node in used - self._staged]
         return common, [[node for node in piece.nodes if node in self._staged] for piece in pieces]
 
-    def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        starts: Sequence[int],
+        own: Collection[int],
+        kept: Collection[int],
+        device: torch.device,
+    ) -> None:
         """Replace the modules of other stages by `AbsentModule`."""
         self.pieces = self.split(starts)
         by_stage = self.links_by_stage(starts)

@@ -75,7 +75,14 @@ class Partition(ABC):
         """Return the number of tensors that would be sent where each link starts, as far as it is known."""
 
     @abstractmethod
-    def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        starts: Sequence[int],
+        own: Collection[int],
+        kept: Collection[int],
+        device: torch.device,
+    ) -> None:
         """Partition the model, and remove the parts that only other processes need.
 
         Args:
@@ -83,7 +90,13 @@ class Partition(ABC):
             starts: The number of the link with which each stage starts.
             own: The stages of this process.
             kept: The ids of the parameters of these stages.
+            device: The device to which the stages will be moved.
         """
+
+    def drop_params(self, kept: Collection[int]) -> None:
+        """Drop the references to parameters of other processes, after `apply`."""
+        for link in self.links:
+            link.params = [p for p in link.params if id(p) in kept]
 
     @abstractmethod
     def compute(self, model: nn.Module, stage: int, call: StageInput, received: Tensors) -> tuple[Any, Tensors]:

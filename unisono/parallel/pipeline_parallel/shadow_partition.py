@@ -97,10 +97,17 @@ class ShadowPartition(Partition):
 
     # -- apply
 
-    def apply(self, model: nn.Module, starts: Sequence[int], own: Collection[int], kept: Collection[int]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        starts: Sequence[int],
+        own: Collection[int],
+        kept: Collection[int],
+        device: torch.device,
+    ) -> None:
         """Replace the parameters and buffers of other stages by shadows. Modules stay in their places."""
         by_stage, stages_of = self.links_by_stage(starts), self.stages_of_params(model, starts)
-        self.own, self.device = own, next(model.parameters()).device
+        self.own, self.device = own, device
         self.stages = [stage for stage, links in enumerate(by_stage) for _ in links]
         for number, link in enumerate(self.links):
             part = model.get_submodule(link.name)
@@ -129,7 +136,7 @@ class ShadowPartition(Partition):
                     self._hidden[stage].append((prefix, key, shadow))
 
     def _shadow_of(self, tensor: torch.Tensor, name: str, stage: int) -> ShadowTensor:
-        return ShadowTensor.of(tensor.detach(), self, f"{name} of stage {stage}")
+        return shadow_like(tensor.detach(), self.device, self, f"{name} of stage {stage}")
 
     @contextmanager
     def _hide_other_stages(self, model: nn.Module, stage: int) -> Iterator[None]:

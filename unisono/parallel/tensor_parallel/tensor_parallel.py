@@ -91,7 +91,7 @@ def apply_tensor(
 def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Apply torch's styles. A style refuses an unsupported module only when it gets there."""
     try:
-        parallelize_module(model, mesh, dict(plan))
+        parallelize_module(model, mesh, dict(plan), src_data_rank=None)  # each process cuts its part out of its copy
     except NotImplementedError as error:
         raise LoopError(
             f"torch cannot apply the plan of a {type(model).__name__}.",

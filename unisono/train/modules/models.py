@@ -23,6 +23,7 @@ from unisono.parallel.context_parallel.ulysses import ContextParallel
 from unisono.parallel.fsdp.sharded_reductions import reduce_whole
 from unisono.parallel.parallelize import parallelize
 from unisono.parallel.param_attributes import attributes_of_params, restore_attributes
+from unisono.torch_compat.modules import tensor_with_data
 from unisono.train.guarantees.rank_consistency import check_same_parameters
 from unisono.train.modules.buffer_sync import BufferSync, Gathered
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from unisono.parallel.fsdp.gather_order import GatherOrder
     from unisono.parallel.parallel_plan import ParallelPlan
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
+    from unisono.tensors.mapped_memory import MappedMemory
     from unisono.train.pipelining.pipeline_run import Pipeline
     from unisono.train.pipelining.stage_timing import TimingExample
 
@@ -85,6 +87,7 @@ class Models:
         model: torch.nn.Module,
         parallel: ParallelSettings,
         plan: Plan | ParallelPlan | None,
+        memory: MappedMemory,
         together: Callable[[], None],
         example: TimingExample | None = None,
     ) -> None:
@@ -94,6 +97,7 @@ class Models:
             model: the model.
             parallel: the settings of parallelism.
             plan: how the model is divided under tensor parallelism.
+            memory: the files in which the model was built, if it is divided.
             together: is called before a forward pass that needs the parts of all processes, outside of steps and
                 evaluations.
             example: a micro-batch to time the layers with, if the model is divided into stages.
@@ -104,7 +108,7 @@ class Models:
         check_same_parameters(self.group, model.named_parameters(), "run.place")
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)
-        layers = parallelize(model, self.mesh, parallel, plan)
+        layers = parallelize(model, self.mesh, parallel, plan, memory)
         if layers and parallel.reshard == "layer":
             from unisono.parallel.fsdp.gather_order import GatherOrder  # the import takes up to 0.5 s
 
@@ -122,7 +126,8 @@ class Models:
         if self.mesh.pipeline.size > 1:
             from unisono.train.pipelining.pipeline_run import Pipeline  # the import takes 0.5 s
 
-            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example)
+            self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example, memory)
+        memory.move_out(map(tensor_with_data, [*model.parameters(), *model.buffers()]))
         if self.mesh.device_mesh is not None:
 
             def meet(*_: Any) -> None:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from unisono.config import ParallelSettings
     from unisono.distributed.process_group import ProcessGroup
     from unisono.exchange.base import Exchange
+    from unisono.tensors.mapped_memory import MappedMemory
 
 FinishBatch = Callable[[MicroBatchId, Any, Any], torch.Tensor]
 """Returns the loss of a micro-batch, from its place, its batch and the model's output."""
@@ -177,9 +178,19 @@ class Pipeline:
         parallel: ParallelSettings,
         model: nn.Module,
         before: Pipeline | None,
-        example: TimingExample | None = None,
+        example: TimingExample | None,
+        memory: MappedMemory,
     ) -> None:
-        """Divide a model, which has the same values on all processes; `before`: the pipeline of another model."""
+        """Divide a model, which has the same values on all processes, and move this process's stages to its device.
+
+        Args:
+            mesh: the processes.
+            parallel: the settings.
+            model: the model.
+            before: the pipeline of another model.
+            example: a micro-batch to time the layers with.
+            memory: the files in which the model was built.
+        """
         if before is not None:
             raise LoopError(
                 f"Cannot place a {type(model).__name__} in a pipeline, after a {before.cut.name}.",
@@ -194,7 +205,8 @@ class Pipeline:
         self.across = mesh.torch_mesh("tensor") if mesh.tensor.size > 1 and parallel.sequence_parallel else None
         """The mesh along which sequences are divided between stages, if they are."""
         self.line = line = PipelineSchedule(mesh.pipeline, parallel.schedule, parallel.stages_per_rank)
-        self.cut: Partition = cut_of(model)
+        with memory.allocating():  # it may call the model
+            self.cut: Partition = cut_of(model)
         begins = self.cut.stage_starts(line.stages, parallel.split_points)  # raises an error before anything is timed
         if example is not None:
             apply_times(self.cut, model, example, mesh)
@@ -203,7 +215,10 @@ class Pipeline:
         self.summary = describe_stages(self.cut, begins, named=bool(parallel.split_points))
         self.names = StageParameters(model, mesh, self.cut.stages_of_params(model, begins), line.owners)
         own = line.own_stages
-        self.cut.apply(model, begins, own, {id(p) for stage in own for p in self.names.of(stage)})
+        kept = {id(p) for stage in own for p in self.names.of(stage)}
+        self.cut.apply(model, begins, own, kept, mesh.world.device)
+        self.cut.drop_params(kept)
+        model.to(mesh.world.device)
         model.forward = PipelinedForward(self, model)
         line.set_params(self.names.of)
 

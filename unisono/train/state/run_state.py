@@ -12,7 +12,7 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
-from unisono.checkpoint.sharded_state import apart, gather_state, local_part, simple, tied
+from unisono.checkpoint.sharded_state import apart, gather_state, load_module, local_part, simple, tied
 from unisono.checkpoint.storage import Storage, storage_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
@@ -130,7 +130,10 @@ class RunState:
                 state = self.stages.part(thing, state)
             if hasattr(thing, "param_groups"):
                 self.layout.fit(name, thing)
-            thing.load_state_dict(state := apart(state, thing))
+            if isinstance(thing, torch.nn.Module):
+                load_module(thing, state)
+            else:
+                thing.load_state_dict(state := apart(state, thing))
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)
                 alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
