@@ -114,7 +114,9 @@ def main(run: unisono.Run[Settings]) -> None:
     optimizer = OPTIMIZERS[settings.optimizer](model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(data):
-        for x, y in step:
+        if settings.parallel.cuda_graphs:
+            step.run(model, lambda out, x, y: (F.cross_entropy(out, y, reduction="sum"), len(y)))
+        for x, y in () if settings.parallel.cuda_graphs else step:
             if step.number == settings.dies and run.rank == 1 and once("died"):
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))

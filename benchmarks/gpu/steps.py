@@ -13,6 +13,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.device import Device, measured_device
 from benchmarks.gpu.models import Task, loss_of, tasks
 from benchmarks.machine import parser, ratio, show, spread
-from unisono.config import LoaderSettings, PromiseSettings, Settings
+from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.testing import build_run
@@ -57,8 +58,10 @@ def by_hand(task: Task, device: Device, block: int, parts: int, *, deterministic
         yield
 
 
-def ours(task: Task, device: Device, block: int, virtual_ranks: int, group: Any, folder: Path) -> Iterator[None]:
-    """Train with our loop. Each `next` takes a block of steps."""
+def ours(
+    task: Task, device: Device, block: int, virtual_ranks: int, group: Any, folder: Path, *, graphs: bool = False
+) -> Iterator[None]:
+    """Train with our loop. Each `next` takes a block of steps; `graphs`: replay micro-batches as CUDA graphs."""
     settings: Any = Settings(
         epochs=1000,
         batch=task.batch,
@@ -66,6 +69,7 @@ def ours(task: Task, device: Device, block: int, virtual_ranks: int, group: Any,
         precision=task.precision,  # type: ignore[arg-type]
         loader=LoaderSettings(workers=0),
         promise=PromiseSettings(check=False),
+        parallel=ParallelSettings(cuda_graphs=graphs),
     )
     folder.mkdir()
     run = build_run(settings, World(), group, folder)
@@ -73,7 +77,9 @@ def ours(task: Task, device: Device, block: int, virtual_ranks: int, group: Any,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run.track(model=model, optimizer=optimizer)
     for step in run.steps(task.data(task.batch * block)):
-        for x, y in step:
+        if graphs:
+            step.run(model, lambda out, _, y: (loss_of(out, y), y.numel()))
+        for x, y in () if graphs else step:
             step.backward(loss_of(model(x), y), weight=y.numel())
         step.update(optimizer)
         if (step.number + 1) % block == 0:
@@ -91,6 +97,9 @@ def measure(task: Task, device: Device, *, pairs: int, block: int) -> dict[str, 
         }
         for v in VIRTUAL_RANKS:
             build[f"V = {v}"] = lambda v=v: ours(task, device, block, v, group, Path(name) / str(v))  # type: ignore[misc]
+        for v in (1, 8):
+            make = partial(ours, task, device, block, v, group, Path(name) / f"{v} graphs", graphs=True)
+            build[f"V = {v}, CUDA graphs"] = make
         arms = {arm: make() for arm, make in build.items()}
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         for pair in range(pairs + 1):
@@ -110,7 +119,7 @@ def figures(task: Task, device: Device, seconds: dict[str, list[float]]) -> dict
     """Return, by arm: milliseconds per step, the ratio to its loop by hand, units per second, and the share of peak."""
     found = {}
     for arm, column in seconds.items():
-        hand = seconds["by hand, 8 parts" if arm == "V = 8" else "by hand"]
+        hand = seconds["by hand, 8 parts" if arm.startswith("V = 8") else "by hand"]
         median = spread(column).median
         peak = device.peak_flops
         found[arm] = {

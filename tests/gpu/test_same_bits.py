@@ -58,6 +58,19 @@ def test_compiled(gpu: Gpu, tmp_path: Path, target: str) -> None:
     assert_one_fingerprint(train_all(tmp_path, f"{TARGETS[target]} parallel.compile=true", variants, gpu.environment))
 
 
+@pytest.mark.parametrize(
+    ("net", "precision"), [("mlp", "fp32"), ("mlp", "fp16"), ("transformer", "fp32"), ("llama", "bf16")]
+)
+def test_replayed_as_cuda_graphs(gpu: Gpu, tmp_path: Path, net: str, precision: str) -> None:
+    graphs = "parallel.cuda_graphs=true"
+    variants = {"1": (Start(1),), "graphs": (Start(1, graphs),), "graphs on 2": (Start(2, graphs),)}
+    target = f"{SCRIPT} net={net} steps=12 batch=16 virtual_ranks=4 precision={precision}"
+    results = train_all(tmp_path, target, variants, gpu.environment)
+    assert_one_fingerprint(results)
+    found = [results[name]["cuda_graphs"] for name in ("graphs", "graphs on 2")]
+    assert gpu.dry or all(each["off"] == "" and each["replays"] > 8 for each in found), found
+
+
 @pytest.mark.usefixtures("only_cuda")
 @pytest.mark.parametrize("reshard", ["layer", "step"])
 def test_two_shards_on_one_gpu(gpu: Gpu, tmp_path: Path, reshard: str) -> None:

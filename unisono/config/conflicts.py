@@ -108,6 +108,7 @@ def divided(axis: str) -> Condition:
 
 AUDIT = above("audit_every", 0)
 COMPRESSED = is_not("compress.kind", "none")
+GRAPHS = is_("parallel.cuda_graphs", True, instead="false")
 MODEL_DEVICES = above("parallel.model_parallel_devices", 1)
 DATA_DEVICES = above("parallel.data_parallel_devices", 1)
 NOT_TREE = is_not("exchange", "tree")
@@ -277,6 +278,21 @@ CONFLICTS: tuple[Conflict, ...] = (
             changes=("parallel.data_parallel_devices=1 --ranks {0}", other.change),
         )
         for other in (is_not("parallel.activation_checkpoint", "none"), is_not("parallel.compile", False))
+    ),
+    *(
+        Conflict(
+            GRAPHS,
+            other,
+            "A graph holds the kernels of one process on one device, and no message or copy between them.",
+            changes=("parallel.cuda_graphs=false", other.change),
+        )
+        for other in (*map(divided, DIVIDING_AXES), MODEL_DEVICES, DATA_DEVICES)
+    ),
+    Conflict(
+        GRAPHS,
+        is_not("parallel.activation_checkpoint", "none"),
+        "Recomputation restores the states of random generators, which the host keeps.",
+        changes=("parallel.cuda_graphs=false", "parallel.activation_checkpoint=none"),
     ),
     Conflict(
         PARAM_DTYPE,

@@ -138,6 +138,9 @@ class ParallelSettings:
         "none", "which activations to recompute in backward instead of storing them"
     )
     compile: bool = result_setting(False, "compile each layer with torch.compile")
+    cuda_graphs: bool = setting(
+        False, "replay a micro-batch of step.run as a CUDA graph, where shapes repeat and nothing else changes"
+    )
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = setting("1F1B", "pipeline schedule, by torch's names")

@@ -116,12 +116,23 @@ def build_loop(
         recovery or NoRecovery(),
         hooks,
     )
-    steps = loop.parts(context, parts, steps)
+    steps = loop.parts(context, parts, _with_graphs(context, steps))
     context.parts, context.extensions = parts, extensions
     context.hooks = steps.hooks._replace(close=(*steps.hooks.close, steps.source.close, steps.sync.close))
     failure_record.begin_loop(replaceable=recovery is not None, hands_off=hands_off(context))
     models.on_change()
     return loop.steps(context, steps)
+
+
+def _with_graphs(context: RunContext, steps: StepParts) -> StepParts:
+    """Let `step.run` replay micro-batches as CUDA graphs, if the settings say so."""
+    if not context.settings.parallel.cuda_graphs:
+        return steps
+    from unisono.train.cuda_graphs.graphed_loss import GraphedLoss
+
+    losses = GraphedLoss(context.models, context.device, context.monitor.note)
+    hooks = steps.hooks._replace(result=(*steps.hooks.result, losses.result))
+    return steps._replace(losses=losses, hooks=hooks)
 
 
 def _indices(settings: Settings) -> IndexDataset:

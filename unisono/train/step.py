@@ -15,7 +15,7 @@ from unisono.parallel.precision import LossScale
 from unisono.plan.batch_order import MicroBatchId
 from unisono.train.batches.batch_source import Batches
 from unisono.train.collective import PEER_ERRORS, Recovery, Rounds
-from unisono.train.evaluation.model_call import Forward, call, parts
+from unisono.train.evaluation.model_call import Forward, LossCall, call, parts
 from unisono.train.extensions import UNWATCHED, Hooks
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.gradient_sync import Synchronizer
@@ -25,6 +25,14 @@ from unisono.train.modules.models import Models
 from unisono.train.optimization.sharded_step import on_local_shards
 from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS, StepSync
+
+Losses = Callable[[StepState, LossCall, Any], tuple[torch.Tensor, Any]]
+
+
+def computed(_: StepState, call: LossCall, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Return loss and weight of a micro-batch: call the model."""
+    return call(batch)
+
 
 LossFunction = Callable[..., tuple[torch.Tensor, "float | torch.Tensor"]]
 
@@ -51,6 +59,7 @@ class StepParts(NamedTuple):
     recovery   continues the step when a peer dies
     hooks      the hooks of the extensions
     periodic   whether this process runs the code that is due every n steps; otherwise another process runs it
+    losses     computes loss and weight of a micro-batch in `Step.run`
     """
 
     models: Models
@@ -62,6 +71,7 @@ class StepParts(NamedTuple):
     recovery: Recovery
     hooks: Hooks
     periodic: bool = True
+    losses: Losses = computed
 
 
 class Step:
@@ -159,8 +169,9 @@ class Step:
         if self._parts.models.pipeline is not None and not over:
             self._run_pipeline(model, loss_fn, forward, mean=mean)
             return
+        compute, state, losses = LossCall(model, loss_fn, forward or call), self._state, self._parts.losses
         for batch in self.over(*over) if over else self:
-            loss, weight = loss_fn((forward or call)(model, batch), *parts(batch))
+            loss, weight = losses(state, compute, batch)
             self.backward(loss, weight, mean=mean)
 
     def _run_pipeline(
@@ -213,7 +224,7 @@ class Step:
 
     def _rounds(self, gradient: GradientPass) -> Iterator[Any]:
         """Yield the batches of a pass, and then complete its gradient. After a death more batches may follow."""
-        state, (models, _, sync, checks, _, _, recovery, hooks, _) = self._state, self._parts
+        state, (models, _, sync, checks, _, _, recovery, hooks, *_) = self._state, self._parts
         enter = phases.enter
         try:
             enter("data")
@@ -329,6 +340,7 @@ class Step:
             raise state.error(f"cannot add {name!r} outside of its inner loop", "A sum belongs to a micro-batch.")
         if name == LOSS:
             raise state.error("cannot add a sum named 'loss'", "That name is taken by backward.", "choose another.")
+        state.added += 1
         self._parts.step_sync.add(state.place, name, total, weight)
 
     # -- after the rounds

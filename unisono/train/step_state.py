@@ -38,6 +38,7 @@ class StepState:
     grad_norm 2-norm of the gradient before clipping; None: it was not computed
     skipped   whether an update was left out, because the fp16 scale was too high
     is_verified  whether this process verifies the promise in this step
+    added     the number of values that the script has added to sums of its own, on this process
     report    numbers that are sent with the step's flags: see StepSync.reduce
     totals    the values on which the processes agreed in the last pass
     gathered  the buffers of all processes in the current pass
@@ -54,6 +55,7 @@ class StepState:
     grad_norm: float | None = None
     skipped = False
     is_verified = False
+    added = 0
     report: Sequence[float] = ()
     totals: Totals = NO_TOTALS
     loss_is_finite = True

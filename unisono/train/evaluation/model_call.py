@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,22 @@ def call(model: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(batch[0]) if isinstance(batch, (list, tuple)) else model(batch)
+
+
+class LossCall(NamedTuple):
+    """A model and its loss, as a function of a batch.
+
+    model    the model
+    loss_fn  loss_fn(output, *batch) -> (sum, weight); a mapping is one argument
+    forward  forward(model, batch) -> output
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., tuple[torch.Tensor, Any]]
+    forward: Forward
+
+    def __call__(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        return self.loss_fn(self.forward(self.model, batch), *parts(batch))
 
 
 def parts(batch: Any) -> tuple[Any, ...]:
