@@ -36,11 +36,12 @@ PACKAGES = ("torch", "numpy", "triton", "transformers", "cyclopts", "pytest")
 
 
 class Part(NamedTuple):
-    """A part of the page: its title, the command after `python`, and its time limit in seconds."""
+    """A part of the page: its title, the command after `python`, its time limit in seconds, and the GPUs it needs."""
 
     title: str
     words: tuple[str, ...]
     seconds: int
+    gpus: int = 1
 
 
 TESTS = Part(
@@ -54,6 +55,7 @@ BENCHMARKS = (
     Part("Steps: GPT", ("-m", "benchmarks.gpu.steps", "--model", "GPT"), 90),
     Part("Steps: MLP", ("-m", "benchmarks.gpu.steps", "--model", "MLP"), 60),
     Part("Steps: ResNet-50", ("-m", "benchmarks.gpu.steps", "--model", "ResNet-50", "--pairs", "3"), 90),
+    Part("One process with two GPUs, and a process for each", ("-m", "benchmarks.gpu.threads"), 240, gpus=2),
 )
 
 
@@ -151,7 +153,9 @@ def main() -> int:
     page, sections, good = DRY_PAGE if args.dry else PAGE, list[tuple[str, str, str]](), True
     for part in [*([TESTS] * (args.only != "benchmarks")), *(BENCHMARKS * (args.only != "tests"))]:
         start = time.perf_counter()
-        if part is TESTS:
+        if not args.dry and torch.cuda.device_count() < part.gpus:
+            text, ok = f"Skipped: it needs {part.gpus} GPUs.", True
+        elif part is TESTS:
             text, ok = tests(args.workers, dry=args.dry)
         else:
             output, ok = run(part, dry=args.dry)
