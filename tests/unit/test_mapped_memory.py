@@ -162,3 +162,39 @@ def test_weights_that_a_library_has_mapped_are_moved_into_files(tmp_path: Path) 
     assert [memory.holds(p) for p in [*params, tied]] == [True, True, False, False]  # a small view keeps its memory
     assert torch.equal(params[0], weights["a"])
     assert torch.equal(params[1], weights["b"])
+
+
+def test_what_a_forked_process_writes_stays_there() -> None:
+    """Attributes that are no parameters stay in the files; a loader's worker is forked with them."""
+    found = in_process("""
+import os
+import torch
+from unisono.tensors.mapped_memory import MappedMemory
+torch.set_num_threads(1)  # threads of OpenMP do not exist in a forked process
+memory = MappedMemory()
+with memory.allocating():
+    table, weight = torch.ones(2**20), torch.nn.Parameter(torch.ones(2**20))
+memory.move_out([weight])
+child = os.fork()
+if not child:
+    table.zero_()
+    weight.data.zero_()
+    os._exit(0)
+os.waitpid(child, 0)
+table[:5] = 2
+print(float(table.sum()), float(weight.sum().detach()), table.data_ptr() % 64)
+""")
+    assert found.split() == [f"{2**20 + 5}.0", f"{2**20}.0", "0"]
+
+
+def test_tensors_in_memory_of_their_own_kind_stay_there(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    path.write_bytes(bytes(2**20))
+    memory = MappedMemory()
+    with memory.allocating():
+        mapped = torch.from_file(str(path), shared=True, size=2**18)
+        viewed = torch.arange(360000.0).reshape(600, 600).t().contiguous().view(-1)
+    mapped.fill_(1)
+    assert path.read_bytes()[:4] == torch.ones(1).numpy().tobytes()
+    assert memory.holds(viewed)
+    assert float(viewed[1]) == 600.0

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 ARENA = 256 * 2**20
-"""Bytes of a file. A larger tensor has a file of its own."""
+"""Bytes of a file at least. A larger tensor has a file of its own."""
 
 ALIGNMENT = 64
 """Bytes: tensors begin at multiples of this, as those in torch's own memory do."""
@@ -41,7 +41,10 @@ LARGE = 256 * 2**10
 MADV_PAGEOUT = 21
 """Linux 5.4. Module mmap does not have it, and only advises about memory that it has mapped itself."""
 
-MADVISE = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+MAP_FIXED = 0x10
+"""Linux: map at this address, in place of what is there. Module mmap has neither the flag nor an address."""
+
+LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 _aten = torch.ops.aten
 
@@ -50,6 +53,9 @@ _EMPTY = {
     *(_aten.new_empty.default, _aten.new_empty_strided.default),
 }
 """Operators whose results have no content yet."""
+
+_KEPT = {_aten.from_file.default, _aten.pin_memory.default, _aten._pin_memory.default}  # noqa: SLF001  (operators)
+"""Operators whose results are in a certain kind of memory."""
 
 
 class MappedMemory:
@@ -64,14 +70,15 @@ class MappedMemory:
         self.folder = folder
         self.is_full = False
         self._arenas: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self._numbers: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
         self._arena: mmap.mmap | None = None
-        self._used = 0
-        self._touched = 0
+        self._used = self._allocated = self._touched = 0
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         """Return `nbytes` bytes [nbytes] that are zero; None if the disk has no room for them."""
         if self._arena is None or self._used + nbytes > len(self._arena):
-            self._arena = None if self.is_full else self._add_arena(max(nbytes, ARENA))
+            # files grow with the model: each takes two file numbers, and a process may have 1024
+            self._arena = None if self.is_full else self._add_arena(max(nbytes, ARENA, self._allocated // 8))
         if self._arena is None:
             return None
         found = torch.frombuffer(self._arena, dtype=torch.uint8, count=nbytes, offset=self._used)
@@ -83,11 +90,14 @@ class MappedMemory:
         try:
             with tempfile.TemporaryFile(dir=self.folder or scratch_folder()) as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # or a full disk would kill the process at a later write
-                arena = mmap.mmap(file.fileno(), size)
+                arena, number = mmap.mmap(file.fileno(), size), os.dup(file.fileno())
         except OSError:
             self.is_full = True
             return None
         self._arenas.add(arena)
+        self._numbers[arena] = number
+        weakref.finalize(arena, os.close, number)
+        self._allocated += size
         return arena
 
     def allocating(self) -> AllocateInFiles:
@@ -100,9 +110,8 @@ class MappedMemory:
         return any(first <= address < first + size for first, size in self._spans())
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Yield the address and the size of every file in memory."""
-        for arena in list(self._arenas):
-            yield torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr(), len(arena)
+        """Return the address and the size of every file in memory."""
+        return map(_span, list(self._arenas))
 
     def touch(self, nbytes: int) -> None:
         """Count bytes that were used, and drop pages from this process when they are many."""
@@ -148,7 +157,9 @@ class MappedMemory:
     def move_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move these tensors from the files to ordinary memory. Each stays the same object; shared memory is shared.
 
-        A file is removed when no other tensor uses it.
+        A file is removed when no other tensor uses it. Other tensors remain in the files (attributes of modules, say).
+        From now on what is written to them stays in this process, as in ordinary memory: processes that it forks, the
+        workers of a loader, do not share them.
         """
         self._arena = None
         moved: dict[int, torch.UntypedStorage] = {}
@@ -158,6 +169,23 @@ class MappedMemory:
                 key = storage.data_ptr()
                 moved[key] = moved.get(key) or storage.clone()
                 _use_storage(tensor, moved[key])
+        self._make_private()
+
+    def _make_private(self) -> None:
+        """Map the files again at their addresses, as private memory with the same content."""
+        for arena, number in list(self._numbers.items()):
+            first, size = _span(arena)
+            if LIBC is not None:
+                LIBC.mmap.restype = ctypes.c_void_p
+                rights, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
+                LIBC.mmap(ctypes.c_void_p(first), ctypes.c_size_t(size), rights, how, number, ctypes.c_long(0))
+        self._numbers.clear()
+        self._arenas.clear()
+
+
+def _span(arena: mmap.mmap) -> tuple[int, int]:
+    """Return the address and the size of a file in memory."""
+    return torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr(), len(arena)
 
 
 def _use_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -171,11 +199,11 @@ def page_out(tensor: torch.Tensor) -> None:
 
     Memory of another kind is swapped, if there is a swap device. Its content stays in any case: madvise(2).
     """
-    if MADVISE is not None:
+    if LIBC is not None:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < end:
-            MADVISE(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_PAGEOUT)
+            LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), MADV_PAGEOUT)
 
 
 class AllocateInFiles(TorchDispatchMode):
@@ -195,19 +223,22 @@ class AllocateInFiles(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if _is_large(t)]
-        if func is _aten.clone.default and inputs:  # not by way of ordinary memory, which malloc may keep
-            room = self._moved(_aten.empty_like.default(*args, **kwargs), set(), has_content=False)
-            self.memory.touch(2 * room.nbytes)
-            return room.copy_(args[0])
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        large = sum(t.nbytes for t in inputs if _is_large(t))
+        if func is _aten.clone.default and _is_large(args[0]):  # not by way of ordinary memory, which malloc may keep
+            copy = self._moved(_aten.empty_like.default(*args, **kwargs), set(), has_content=False).copy_(args[0])
+            self.memory.touch(large + copy.nbytes)
+            return copy
         result = func(*args, **kwargs)
-        if all(returned.alias_info is None for returned in func._schema.returns):  # noqa: SLF001  (no public name)
-            known = {t.untyped_storage().data_ptr() for t in inputs}
+        schema = getattr(func, "_schema", None)  # it has no public name; a higher-order operator has none
+        is_new = schema is not None and all(returned.alias_info is None for returned in schema.returns)
+        if is_new and func not in _KEPT and not kwargs.get("pin_memory"):
+            known = {address for t in inputs if (address := _address(t))}
             result = tree_map_only(
                 torch.Tensor, lambda t: self._moved(t, known, has_content=func not in _EMPTY), result
             )
-        if inputs or _is_large(result):
-            self.memory.touch(sum(t.nbytes for t in inputs) or result.nbytes)
+        if large or _is_large(result):
+            self.memory.touch(large or result.nbytes)
         return result
 
     def _moved(self, tensor: torch.Tensor, known: set[int], *, has_content: bool) -> torch.Tensor:
@@ -222,6 +253,14 @@ class AllocateInFiles(TorchDispatchMode):
         return moved.copy_(tensor) if has_content else moved
 
 
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0: it has none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
 def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and is_plain(value) and value.nbytes >= LARGE
 
@@ -229,7 +268,9 @@ def _is_large(value: Any) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is an ordinary one, dense and in memory of the CPU."""
     kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return type(tensor) in kinds and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    usual = type(tensor) in kinds and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    # torch up to 2.12 had tensors with names
+    return usual and not (tensor.is_nested or tensor.is_quantized or any(getattr(tensor, "names", ())))
 
 
 def scratch_folder() -> Path:
