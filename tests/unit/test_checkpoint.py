@@ -388,3 +388,32 @@ def test_a_full_disk_is_reported_and_changes_nothing(small_disk: Path) -> None:
     check_a_failed_save(small_disk, torch.ones(500_000), rf"{os.strerror(errno.ENOSPC)}.*It takes 2 MB")
     save_thing(small_disk, torch.ones(9), 20)
     assert fingerprint(small_disk)["step"] == 20
+
+
+class Extra(torch.nn.Module):
+    """A module with a large tensor outside of its parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.table = torch.nn.Parameter(torch.zeros(600, 600)), torch.zeros(600, 600)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.table.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.table = state
+
+
+def test_a_large_extra_state_is_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from unisono.checkpoint.safetensors_reader import LazyTensor, SafetensorsFiles, StoredPart
+    from unisono.checkpoint.sharded_state import load_module
+
+    model = Extra()
+    saved = {name: torch.full((600, 600), 2.0 + i) for i, name in enumerate(model.state_dict())}
+    save_file(saved, tmp_path / "all.safetensors")
+    part, files = StoredPart("all.safetensors", [0, 0], [600, 600]), SafetensorsFiles(tmp_path)
+    load_module(model, {n: LazyTensor(files, n, torch.float32, t.shape, [part]) for n, t in saved.items()})
+    assert torch.equal(model.weight, saved["weight"])
+    assert torch.equal(model.table, saved["_extra_state"])

@@ -48,6 +48,20 @@ def set_others(state: State) -> None:
     random.setstate(state[2])
 
 
+def get_device_state(device: torch.device) -> torch.Tensor | None:
+    """Return the state of an accelerator's generator; None for the CPU."""
+    state: torch.Tensor | None = None
+    if device.type != "cpu":
+        state = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_device_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Restore the state of an accelerator's generator."""
+    if state is not None:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
 @contextmanager
 def preserve_rng(device: torch.device) -> Iterator[None]:
     """Restore all generators after the block, that of `device` included."""

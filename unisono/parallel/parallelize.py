@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from unisono.config.mesh_shape import layout
+from unisono.data.rng import get_device_state, get_state, set_device_state, set_state
 from unisono.errors import LoopError
 from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
 from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
@@ -39,9 +40,17 @@ def build_model(
     """
     if parallel.model_parallel_devices == 1 and not _is_divided(mesh):
         return builder()
-    with memory.allocating():
-        model = builder()
-    memory.move_in([*model.parameters(), *model.buffers()])
+    state, device_state = get_state(), get_device_state(mesh.world.device)
+    try:
+        with memory.allocating():
+            model = builder()
+    except RuntimeError as error:
+        if "not resizable" not in str(error):
+            raise
+        set_state(state)  # the constructor resizes a tensor, which is impossible in a file: build in ordinary memory
+        set_device_state(mesh.world.device, device_state)
+        return builder()
+    memory.move_in(model.parameters())
     return model
 
 

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 ARENA = 256 * 2**20
 """Bytes of a file at least. A larger tensor has a file of its own."""
 
-ALIGNMENT = 64
-"""Bytes: tensors begin at multiples of this, as those in torch's own memory do."""
+PAGE = mmap.PAGESIZE
+"""Bytes: tensors begin at multiples of this, so that the pages of each can be replaced."""
 
 WINDOW = 16 * 2**20
 """Bytes that operations may use before pages are dropped."""
@@ -43,6 +43,9 @@ MADV_PAGEOUT = 21
 
 MAP_FIXED = 0x10
 """Linux: map at this address, in place of what is there. Module mmap has neither the flag nor an address."""
+
+PUNCH_HOLE = 0x03
+"""Linux: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE."""
 
 LIBC: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -68,21 +71,24 @@ class MappedMemory:
     def __init__(self, folder: Path | None = None) -> None:
         """Create memory without files yet; `folder`: by default that of `scratch_folder`."""
         self.folder = folder
-        self.is_full = False
+        self.is_full = LIBC is None
         self._arenas: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self._numbers: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, Any]] = weakref.WeakKeyDictionary()
         self._arena: mmap.mmap | None = None
         self._used = self._allocated = self._touched = 0
 
     def empty(self, nbytes: int) -> torch.Tensor | None:
         """Return `nbytes` bytes [nbytes] that are zero; None if the disk has no room for them."""
-        if self._arena is None or self._used + nbytes > len(self._arena):
+        size = _whole_pages(nbytes)
+        if self._arena is None or self._used + size > len(self._arena):
             # files grow with the model: each takes two file numbers, and a process may have 1024
-            self._arena = None if self.is_full else self._add_arena(max(nbytes, ARENA, self._allocated // 8))
+            self._arena = (
+                None if self.is_full else self._add_arena(max(size, ARENA, _whole_pages(self._allocated // 8)))
+            )
         if self._arena is None:
             return None
         found = torch.frombuffer(self._arena, dtype=torch.uint8, count=nbytes, offset=self._used)
-        self._used = -(-(self._used + nbytes) // ALIGNMENT) * ALIGNMENT
+        self._used += size
         return found
 
     def _add_arena(self, size: int) -> mmap.mmap | None:
@@ -95,8 +101,7 @@ class MappedMemory:
             self.is_full = True
             return None
         self._arenas.add(arena)
-        self._numbers[arena] = number
-        weakref.finalize(arena, os.close, number)
+        self._numbers[arena] = number, weakref.finalize(arena, os.close, number)
         self._allocated += size
         return arena
 
@@ -129,58 +134,70 @@ class MappedMemory:
         """Yield these tensors, and drop pages while they are used one after the other."""
         for tensor in tensors:
             yield tensor
-            self.touch(tensor.nbytes)
+            if is_plain(tensor):
+                self.touch(tensor.nbytes)
 
-    def move_in(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move these tensors into files, if operators did not allocate them: weights that a library has mapped, say.
+    def move_in(self, params: Iterable[torch.Tensor]) -> None:
+        """Move parameters into files that a library has mapped from files of its own: weights of a checkpoint.
 
-        Each stays the same object, and tensors that share memory still do.
+        Each stays the same object, and parameters that share memory still do. Other parameters that operators did not
+        allocate (from numpy, say) stay where they are, because other objects may refer to their memory.
         """
-        moved: dict[int, torch.UntypedStorage] = {}
-        for tensor in self.releasing(list(tensors)):
-            if not _is_large(tensor) or self.holds(tensor):
+        foreign = mapped_ranges()
+        moved: dict[tuple[int, int], torch.UntypedStorage] = {}
+        for tensor in self.releasing(list(params)):
+            address = _address(tensor) if _is_large(tensor) and not tensor.is_shared() else 0
+            if not any(first <= address < end for first, end in foreign) or self.holds(tensor):
                 continue
-            key = tensor.untyped_storage().data_ptr()
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr(), storage.nbytes()
             if key not in moved:
-                whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                room = self.empty(whole.nbytes)
+                room = self.empty(storage.nbytes())
                 if room is None:
-                    return
+                    continue
+                whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 for first in range(0, whole.nbytes, WINDOW):
                     piece = whole[first : first + WINDOW]
                     room[first : first + WINDOW].copy_(piece)
                     page_out(piece)
                     self.touch(piece.nbytes)
                 moved[key] = room.untyped_storage()
-            _use_storage(tensor, moved[key])
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(moved[key], *place)
 
     def move_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move these tensors from the files to ordinary memory. Each stays the same object; shared memory is shared.
+        """Move these tensors from the files to ordinary memory at the same addresses.
 
-        A file is removed when no other tensor uses it. Other tensors remain in the files (attributes of modules, say).
-        From now on what is written to them stays in this process, as in ordinary memory: processes that it forks, the
-        workers of a loader, do not share them.
+        So whatever refers to their memory still does. Other tensors (attributes of modules, say) remain in the files.
+        From now on what is written to them stays in this process: processes that it forks, the workers of a loader, do
+        not share them. A file is removed when no tensor uses it.
         """
         self._arena = None
-        moved: dict[int, torch.UntypedStorage] = {}
-        for tensor in self.releasing(list(tensors)):
+        replaced: dict[int, int] = {}  # the ends of ranges by their beginnings
+        for tensor in tensors:
             if is_plain(tensor) and self.holds(tensor):
                 storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                moved[key] = moved.get(key) or storage.clone()
-                _use_storage(tensor, moved[key])
-        self._make_private()
-
-    def _make_private(self) -> None:
-        """Map the files again at their addresses, as private memory with the same content."""
-        for arena, number in list(self._numbers.items()):
-            first, size = _span(arena)
-            if LIBC is not None:
-                LIBC.mmap.restype = ctypes.c_void_p
-                rights, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED
-                LIBC.mmap(ctypes.c_void_p(first), ctypes.c_size_t(size), rights, how, number, ctypes.c_long(0))
+                first, size = storage.data_ptr(), _whole_pages(storage.nbytes())
+                if first not in replaced:
+                    replaced[first] = first + size
+                    for begin in range(first, first + size, WINDOW):
+                        part = min(WINDOW, first + size - begin)
+                        content = ctypes.string_at(begin, part)
+                        _map(begin, part, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+                        ctypes.memmove(begin, content, part)
+        for arena, (number, close) in list(self._numbers.items()):
+            start, size = _span(arena)
+            begin = start
+            inside = sorted((first, end) for first, end in replaced.items() if start <= first < start + size)
+            for first, end in [*inside, (start + size, start + size)]:
+                if begin < first:
+                    _map(begin, first - begin, mmap.MAP_PRIVATE, number, begin - start)
+                if first < end:  # give the room on the disk back
+                    LIBC.fallocate(number, PUNCH_HOLE, ctypes.c_long(first - start), ctypes.c_long(end - first))
+                begin = end
+            close()
         self._numbers.clear()
-        self._arenas.clear()
+        self._arenas.clear()  # no page is dropped any more
 
 
 def _span(arena: mmap.mmap) -> tuple[int, int]:
@@ -188,10 +205,30 @@ def _span(arena: mmap.mmap) -> tuple[int, int]:
     return torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr(), len(arena)
 
 
-def _use_storage(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    """Let a tensor use a copy of its storage."""
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    tensor.data = torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+def _whole_pages(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _map(address: int, size: int, flags: int, number: int, offset: int) -> None:
+    """Map pages in place of those at an address: mmap(2) with MAP_FIXED."""
+    LIBC.mmap.restype = ctypes.c_void_p
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    place = ctypes.c_void_p(address), ctypes.c_size_t(size)
+    if LIBC.mmap(*place, rights, flags | MAP_FIXED, number, ctypes.c_long(offset)) != address:
+        raise MemoryError(f"cannot map {size} bytes")
+
+
+def mapped_ranges() -> list[tuple[int, int]]:
+    """Return the ranges [first, end) of addresses at which files are mapped."""
+    found = []
+    with suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            addresses, _, _, _, node, *path = line.split(maxsplit=5)
+            if node != "0" and path and path[0].startswith("/"):
+                first, _, end = addresses.partition("-")
+                found.append((int(first, 16), int(end, 16)))
+    return found
 
 
 def page_out(tensor: torch.Tensor) -> None:
@@ -213,6 +250,8 @@ class AllocateInFiles(TorchDispatchMode):
     do without this mode. Their content has the same bits.
     """
 
+    supports_higher_order_operators = True  # torch.cond, flex_attention
+
     def __init__(self, memory: MappedMemory) -> None:
         super().__init__()
         self.memory = memory
@@ -231,20 +270,22 @@ class AllocateInFiles(TorchDispatchMode):
             return copy
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)  # it has no public name; a higher-order operator has none
-        is_new = schema is not None and all(returned.alias_info is None for returned in schema.returns)
+        # others than aten's may return what they write later (collectives), or keep (an operator of the script)
+        returns = schema.returns if schema is not None and func.namespace == "aten" else []
+        is_new = bool(returns) and all(returned.alias_info is None for returned in returns)
         if is_new and func not in _KEPT and not kwargs.get("pin_memory"):
+            # torch fills what is empty, if it is to be deterministic
+            is_empty = func in _EMPTY and not torch.are_deterministic_algorithms_enabled()
             known = {address for t in inputs if (address := _address(t))}
-            result = tree_map_only(
-                torch.Tensor, lambda t: self._moved(t, known, has_content=func not in _EMPTY), result
-            )
+            result = tree_map_only(torch.Tensor, lambda t: self._moved(t, known, has_content=not is_empty), result)
         if large or _is_large(result):
             self.memory.touch(large or result.nbytes)
         return result
 
     def _moved(self, tensor: torch.Tensor, known: set[int], *, has_content: bool) -> torch.Tensor:
         """Return a new tensor in a file; a tensor that is small, or shares its memory, as it is."""
-        storage = tensor.untyped_storage() if _is_large(tensor) else None
-        if storage is None or storage.data_ptr() in known or storage.nbytes() != tensor.nbytes:
+        address = _address(tensor) if _is_large(tensor) else 0
+        if not address or address in known or tensor.untyped_storage().nbytes() != tensor.nbytes:
             return tensor
         room = self.memory.empty(tensor.nbytes)
         if room is None:
@@ -270,7 +311,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
     usual = type(tensor) in kinds and tensor.device.type == "cpu" and tensor.layout is torch.strided
     # torch up to 2.12 had tensors with names
-    return usual and not (tensor.is_nested or tensor.is_quantized or any(getattr(tensor, "names", ())))
+    odd = tensor.is_nested or tensor.is_quantized or any(getattr(tensor, "names", ()))
+    return usual and not (odd or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def scratch_folder() -> Path:

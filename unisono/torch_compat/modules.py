@@ -97,6 +97,8 @@ def loads_plainly(module: nn.Module) -> bool:
     methods = (
         kind.state_dict is nn.Module.state_dict,
         kind.load_state_dict is nn.Module.load_state_dict,
+        kind.get_extra_state is nn.Module.get_extra_state,
+        kind.set_extra_state is nn.Module.set_extra_state,
         kind._save_to_state_dict is nn.Module._save_to_state_dict,
         kind._load_from_state_dict in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict),
     )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from unisono.data.rng import get_state, same_state
+from unisono.data.rng import get_device_state, get_state, same_state, set_device_state
 from unisono.train.cuda_graphs.micro_batch_graph import Capture, CaptureError, MicroBatchGraph, capture_on_cuda
 from unisono.train.evaluation.model_call import LossCall, restored_rng
 from unisono.train.modules.buffer_sync import versions
@@ -141,11 +141,11 @@ class GraphedLoss:
 
     def _compare(self, call: LossCall, leaves: list[Any], spec: TreeSpec) -> MicroBatchGraph:
         """Return a graph whose replay has the bits of the usual way. Raise CaptureError if it has others."""
-        state, params = self._device_state(), self.models.trained
+        state, params = get_device_state(self.device), self.models.trained
         loss, weight = call(spec.unflatten(leaves))
         grads = torch.autograd.grad(loss, params, allow_unused=True)
         graph = MicroBatchGraph(call.__call__, params, leaves, spec, CAPTURES[self.device.type])
-        self._set_device_state(state)
+        set_device_state(self.device, state)
         again, weight_again = graph.replay(leaves)
         grads_again = torch.autograd.grad(again, params, allow_unused=True)
         ours: list[Any] = [loss, torch.as_tensor(weight), *grads]
@@ -153,13 +153,6 @@ class GraphedLoss:
         if not all(map(same_bits, ours, theirs)):
             raise CaptureError("a replay has other bits")
         return graph
-
-    def _device_state(self) -> Any:
-        return None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state(self.device)
-
-    def _set_device_state(self, state: Any) -> None:
-        if state is not None:
-            torch.get_device_module(self.device).set_rng_state(state, self.device)
 
     def _turn_off(self, why: str) -> None:
         self.off = why
