@@ -161,6 +161,8 @@ class Unusual(nn.Module):
             self.register_buffer("sparse", torch.eye(300).to_sparse().coalesce())
         elif kind == "resized":
             self.register_buffer("grown", torch.zeros(300, 300).resize_(600, 300).fill_(0.5))
+        elif kind == "conjugate":
+            self.register_buffer("turned", torch.randn(300, 300, dtype=torch.complex64).conj())
         self.row = table[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,7 @@ def test_a_sparse_buffer_is_placed(tmp_path: Path) -> None:
     assert run_ranks(place_sparse, 1, tmp_path) == [300]
 
 
-@pytest.mark.parametrize("kind", ["alias", "resized"])
+@pytest.mark.parametrize("kind", ["alias", "resized", "conjugate"])
 def test_unusual_buffers_have_the_bits_of_one_process(kind: str, tmp_path: Path) -> None:
     (one,) = run_ranks(train_unusual, 1, kind, {}, tmp_path / "1")
     assert set(run_ranks(train_unusual, 2, kind, {"shard": 2}, tmp_path / "2")) == {one}

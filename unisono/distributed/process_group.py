@@ -382,7 +382,7 @@ class ProcessGroup:
             return
         root = self.members[source] if self.members else source
         for tensor in tensors:
-            dense = tensor.detach().to(self.comm_device).contiguous()
+            dense = tensor.detach().to(self.comm_device).resolve_conj().resolve_neg().contiguous()
             if dense.numel():  # as bytes: a back end may not support the dtype (gloo: int16, float8)
                 flat = dense.reshape(-1).view(torch.uint8)
                 self._wrap(dist.broadcast(flat, src=root, group=self.handle, async_op=True)).wait()

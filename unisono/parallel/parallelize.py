@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from unisono.config.mesh_shape import layout
-from unisono.data.rng import get_device_state, get_state, set_device_state, set_state
 from unisono.errors import LoopError
 from unisono.parallel.activation_checkpoint import apply_activation_checkpoint
 from unisono.parallel.one_process.data_parallel_threads import apply_data_parallel
@@ -28,27 +27,31 @@ if TYPE_CHECKING:
 
 
 def build_model(
-    builder: Callable[[], nn.Module], memory: MappedMemory, mesh: Mesh, parallel: ParallelSettings
+    builder: Callable[[], nn.Module],
+    seed: Callable[[], None],
+    memory: MappedMemory,
+    mesh: Mesh,
+    parallel: ParallelSettings,
 ) -> nn.Module:
     """Build a model. One that will be divided is built in files, so that no process needs memory for all of it.
 
     Args:
         builder: Builds the model.
+        seed: Seeds the generators, before the model is built.
         memory: The files.
         mesh: The processes of the run.
         parallel: The settings.
     """
+    seed()
     if parallel.model_parallel_devices == 1 and not _is_divided(mesh):
         return builder()
-    state, device_state = get_state(), get_device_state(mesh.world.device)
     try:
         with memory.allocating():
             model = builder()
     except RuntimeError as error:
         if "not resizable" not in str(error):
             raise
-        set_state(state)  # the constructor resizes a tensor, which is impossible in a file: build in ordinary memory
-        set_device_state(mesh.world.device, device_state)
+        seed()  # the constructor resizes a tensor, which is impossible in a file: build in ordinary memory
         return builder()
     memory.move_in(model.parameters())
     return model

@@ -129,8 +129,8 @@ class Run(Generic[S]):
         memory = MappedMemory()
         if not isinstance(model, torch.nn.Module):
             accelerator = None if self.device.type == "cpu" else self.device
-            seed_everything(mix(settings.seed, INIT, len(models.modules)), accelerator)
-            model = build_model(model, memory, context.mesh, settings.parallel)
+            seed = partial(seed_everything, mix(settings.seed, INIT, len(models.modules)), accelerator)
+            model = build_model(model, seed, memory, context.mesh, settings.parallel)
         check_shapes(model)
         if settings.virtual_ranks > 1:
             refuse_sync(model)
