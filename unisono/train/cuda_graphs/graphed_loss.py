@@ -6,8 +6,8 @@ by bit. Graphs are off for the rest of the run, with a note, where that is impos
 tensors, a forward pass that changes buffers or attributes or draws random numbers on the CPU, a synchronization with
 the host, more than MOST kinds of micro-batches.
 
-The code of forward and loss runs only when it is captured. A change of a module's attributes, of numbers that a
-function refers to, of layers' modes, or of the parameters that train captures anew.
+The code of forward and loss runs only during a capture. A micro-batch is captured again after a change of a module's
+attributes, of numbers that a function refers to, of layers' modes, or of the parameters that train.
 """
 
 from __future__ import annotations
