@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.ranks.training import MLP, TinyGPT
 from unisono.errors import LoopError
 from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition, compute
-from unisono.parallel.pipeline_parallel.partition import StageInput
+from unisono.parallel.pipeline_parallel.partition import LocalStages, StageInput
 from unisono.recipes.text import GPT, Model
 
 
@@ -140,7 +140,7 @@ def test_a_forward_that_depends_on_mode_or_random_numbers_is_not_traced(what: st
 def test_an_attribute_that_was_read_must_not_change() -> None:
     model = DecidesInPython("attribute")
     partition = FxPartition(model)
-    partition.apply(model, [0], [0], [id(p) for p in model.parameters()], torch.device("cpu"))
+    partition.apply(model, LocalStages([0], [0], [id(p) for p in model.parameters()], torch.device("cpu")))
     vars(model)["other"] = 3.0  # the forward has not read it
     partition.compute(model, 0, StageInput(model, (torch.ones(1, 3),), {}, lambda: None), [])
     model.share = 0.25

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import LoopError
-from unisono.parallel.pipeline_parallel.partition import StageInput
+from unisono.parallel.pipeline_parallel.partition import LocalStages, StageInput
 from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor
 
@@ -30,7 +30,10 @@ def run_stages(
         starts, forward = partition.stage_starts(stages, names), own.forward
         stages_of = partition.stages_of_params(own, starts)
         partition.apply(
-            own, starts, [stage], {id(p) for p in own.parameters() if stage in stages_of[id(p)]}, torch.device("cpu")
+            own,
+            LocalStages(
+                starts, [stage], {id(p) for p in own.parameters() if stage in stages_of[id(p)]}, torch.device("cpu")
+            ),
         )
         rng_of_stage = rng_state
 
@@ -218,7 +221,7 @@ def test_parameters_of_other_stages_become_shadows() -> None:
     partition = ShadowPartition(model, "a test")
     starts = partition.stage_starts(2, ["rows.1"])
     kept = {id(p) for link in partition.links[: starts[1]] for p in link.params}
-    partition.apply(model, starts, [0], kept, torch.device("cpu"))
+    partition.apply(model, LocalStages(starts, [0], kept, torch.device("cpu")))
     assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"enter", "place", "rows"}
     assert [name for name, _ in model.named_parameters() if name.startswith("rows.")] == [
         "rows.0.inner.weight",

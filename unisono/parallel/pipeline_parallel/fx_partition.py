@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from unisono.errors import LoopError
 from unisono.parallel.pipeline_parallel.fx_guards import IN_PLACE, GuardedProxy, TraceGuards
 from unisono.parallel.pipeline_parallel.partition import (
+    LocalStages,
     Partition,
     PartitionLink,
     StageInput,
@@ -201,15 +202,9 @@ class FxPartition(Partition):
         common = [node for node in self.graph.nodes if node in used - self._staged]
         return common, [[node for node in piece.nodes if node in self._staged] for piece in pieces]
 
-    def apply(
-        self,
-        model: nn.Module,
-        starts: Sequence[int],
-        own: Collection[int],
-        kept: Collection[int],
-        device: torch.device,
-    ) -> None:
+    def apply(self, model: nn.Module, stages: LocalStages) -> None:
         """Replace the modules of other stages by `AbsentModule`."""
+        starts, own, kept, _ = stages
         self.pieces = self.split(starts)
         by_stage = self.links_by_stage(starts)
         others = [stage for stage in range(len(starts)) if stage not in own]

@@ -57,6 +57,22 @@ class StageInput(NamedTuple):
     begin: Callable[[], None]
 
 
+class LocalStages(NamedTuple):
+    """Where the stages of a model start, and those of this process.
+
+    Attributes:
+        starts: The number of the link with which each stage starts.
+        own: The stages of this process.
+        kept: The ids of the parameters of these stages.
+        device: The device to which they will be moved.
+    """
+
+    starts: Sequence[int]
+    own: Collection[int]
+    kept: Collection[int]
+    device: torch.device
+
+
 class Partition(ABC):
     """A model as a row of links. Each stage starts with one of them.
 
@@ -75,22 +91,12 @@ class Partition(ABC):
         """Return the number of tensors that would be sent where each link starts, as far as it is known."""
 
     @abstractmethod
-    def apply(
-        self,
-        model: nn.Module,
-        starts: Sequence[int],
-        own: Collection[int],
-        kept: Collection[int],
-        device: torch.device,
-    ) -> None:
+    def apply(self, model: nn.Module, stages: LocalStages) -> None:
         """Partition the model, and remove the parts that only other processes need.
 
         Args:
             model: The model.
-            starts: The number of the link with which each stage starts.
-            own: The stages of this process.
-            kept: The ids of the parameters of these stages.
-            device: The device to which the stages will be moved.
+            stages: Where stages start, and those of this process.
         """
 
     def drop_params(self, kept: Collection[int]) -> None:

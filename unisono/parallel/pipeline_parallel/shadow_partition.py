@@ -40,6 +40,7 @@ from unisono.parallel.pipeline_parallel.metadata import (
     record_call,
 )
 from unisono.parallel.pipeline_parallel.partition import (
+    LocalStages,
     Partition,
     PartitionLink,
     StageInput,
@@ -97,15 +98,9 @@ class ShadowPartition(Partition):
 
     # -- apply
 
-    def apply(
-        self,
-        model: nn.Module,
-        starts: Sequence[int],
-        own: Collection[int],
-        kept: Collection[int],
-        device: torch.device,
-    ) -> None:
+    def apply(self, model: nn.Module, stages: LocalStages) -> None:
         """Replace the parameters and buffers of other stages by shadows. Modules stay in their places."""
+        starts, own, kept, device = stages
         by_stage, stages_of = self.links_by_stage(starts), self.stages_of_params(model, starts)
         self.own, self.device = own, device
         self.stages = [stage for stage, links in enumerate(by_stage) for _ in links]

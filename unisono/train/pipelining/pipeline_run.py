@@ -29,7 +29,7 @@ from unisono.exchange.wrappers.per_stage import PerStageExchange
 from unisono.parallel.layers import ForwardWrapper
 from unisono.parallel.pipeline_parallel.fx_partition import CannotTrace, FxPartition
 from unisono.parallel.pipeline_parallel.metadata import PLAIN
-from unisono.parallel.pipeline_parallel.partition import Partition, StageInput
+from unisono.parallel.pipeline_parallel.partition import LocalStages, Partition, StageInput
 from unisono.parallel.pipeline_parallel.schedule import PipelineSchedule
 from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.stage_messages import Tensors
@@ -216,7 +216,7 @@ class Pipeline:
         self.names = StageParameters(model, mesh, self.cut.stages_of_params(model, begins), line.owners)
         own = line.own_stages
         kept = {id(p) for stage in own for p in self.names.of(stage)}
-        self.cut.apply(model, begins, own, kept, mesh.world.device)
+        self.cut.apply(model, LocalStages(begins, own, kept, mesh.world.device))
         self.cut.drop_params(kept)
         model.to(mesh.world.device)
         model.forward = PipelinedForward(self, model)
