@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from unisono.data.fast_collate import are_rows, collate, read_rows
+from unisono.data.alignment import align
+from unisono.data.fast_collate import are_rows, collate, read_rows, stack_tensors
 from unisono.data.loader_workers import is_worker_death
 
 DEATHS = [
@@ -116,6 +117,43 @@ def same(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("samples", list(BATCHES.values()), ids=list(BATCHES))
 def test_tuples_are_collated_as_by_torch(samples: list[Any]) -> None:
     assert same(collate(samples), default_collate(samples))
+
+
+class Labeled(torch.Tensor):
+    """A subclass of torch.Tensor."""
+
+
+TENSORS: dict[str, list[Any]] = {
+    "tensors": BATCHES["tensors"],
+    "channels last": BATCHES["channels last"],
+    "empty": [(X[0, :0],), (X[1, :0],)],
+    "conjugate": [(X[0].to(torch.complex64).conj(),), (X[1].to(torch.complex64).conj(),)],
+    "expanded": [(X[0, :1].expand(4, 2), torch.tensor(1)), (X[1, :1].expand(4, 2), torch.tensor(2))],
+    "not aligned": [(torch.arange(9)[1:],), (torch.arange(9)[:-1],)],
+    "one sample": [(X[0], X[1])],
+}
+
+
+@pytest.mark.parametrize("samples", list(TENSORS.values()), ids=list(TENSORS))
+def test_tuples_of_tensors_are_stacked_as_by_torch_and_aligned(samples: list[Any]) -> None:
+    batch = stack_tensors(samples)
+    assert batch is not None
+    assert same(batch, default_collate(samples))
+    assert align(batch) is batch
+    for tensor in batch:
+        assert not tensor.is_conj()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_only_tuples_of_tensors_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [BATCHES[name] for name in BATCHES if name not in ("tensors", "channels last", "nothing")]
+    labeled = [(X[0], X[1].as_subclass(Labeled)), (X[1], X[2].as_subclass(Labeled))]
+    lengths, sparse, mixed = (WRONG[name] for name in ("of several lengths", "sparse", "not all tuples"))
+    nested = [(torch.nested.nested_tensor([X[0], X[1]]),)] * 2
+    for samples in (*others, labeled, [labeled[0], (X[0], X[1])], lengths, sparse, mixed, nested):
+        assert stack_tensors(samples) is None
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: "taught")
+    assert stack_tensors(BATCHES["tensors"]) is None
 
 
 @pytest.mark.parametrize("samples", list(WRONG.values()), ids=list(WRONG))

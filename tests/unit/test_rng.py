@@ -53,6 +53,15 @@ def test_seeding_restores_equal_states() -> None:
     assert same_state(state, get_state())
 
 
+def test_python_is_seeded_as_by_random_seed() -> None:
+    for key in (0, 3, 2**64 - 1):
+        random.gauss(0, 1)  # keeps the other half of a pair of normals, which belongs to the state
+        seed_everything(key)
+        state = random.getstate()
+        random.seed(key)
+        assert random.getstate() == state
+
+
 class Drawn(Dataset[Any]):
     """Samples that are random numbers."""
 

@@ -1,7 +1,8 @@
 """The batches of torch's default_collate, to the bit, in less time.
 
 A batch of a data set that consists of tensors is one read of each tensor and draws no random number. For tuples, which
-most data sets return, default_collate tests for all other types first; here they are tested first.
+most data sets return, default_collate tests for all other types first; here they are tested first, and tuples of
+tensors before all others.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 
@@ -31,6 +32,27 @@ def read_rows(data: Any, samples: Sequence[int]) -> list[torch.Tensor]:
         samples, data = [data.indices[sample] for sample in samples], data.dataset
     index = torch.tensor(samples)
     return [tensor[index] for tensor in data.tensors]
+
+
+def stack_tensors(samples: list[Any]) -> list[torch.Tensor] | None:
+    """Return the batch of samples that are tuples of tensors; None if they are not, or in a loader worker.
+
+    The bits are those of default_collate. The tensors are new, so torch has aligned them (alignment.py).
+    """
+    known, first = default_collate_fn_map, samples[0]
+    if type(first) is not tuple or tuple in known or known.get(torch.Tensor) is not collate_tensor_fn:
+        return None
+    for value in first:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+            return None
+    if get_worker_info() is not None:  # torch stacks into shared memory there
+        return None
+    try:
+        columns = list(zip(*samples, strict=True))
+    except (TypeError, ValueError):  # not all are tuples of this length
+        return None
+    batch = [torch.stack(column) for column in columns]
+    return batch if {type(tensor) for tensor in batch} <= {torch.Tensor} else None  # another column may have subclasses
 
 
 def collate(samples: list[Any]) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from unisono.data import alignment
-from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows
+from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
 from unisono.data.rng import State, get_state, same_state, seed_everything, seed_others, set_others, set_state
 from unisono.distributed.process_group import ProcessGroup
@@ -97,6 +97,7 @@ class MicroBatchDataset(Dataset[Any]):
     def __init__(self, data: Any, collate_fn: Collate, *, keyed: bool = True) -> None:
         self.data, self.keyed = data, keyed
         self.collate = collate if collate_fn is default_collate else collate_fn
+        self._is_default = collate_fn is default_collate
         self.rows = are_rows(data, collate_fn)
         self._batched = hasattr(data, "__getitems__")
         self.never_draws = self.rows or type(data) is IndexDataset
@@ -131,7 +132,8 @@ class MicroBatchDataset(Dataset[Any]):
             torch.set_num_threads(1)  # as in a worker, since the bits depend on it
         try:
             read = data.__getitems__(samples) if self._batched else [data[i] for i in samples]
-            return alignment.align(self.collate(read))
+            batch = stack_tensors(read) if self._is_default else None
+            return alignment.align(self.collate(read)) if batch is None else batch
         finally:
             if threads > 1:
                 torch.set_num_threads(threads)

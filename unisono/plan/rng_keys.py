@@ -9,6 +9,8 @@ the coordinates. It is implemented here so that no new version of a library can 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,11 +24,19 @@ def mix(*coordinates: int) -> int:
     """Mix integers (any size; taken modulo 2^64) into one 64-bit key. Order matters: mix(1, 2) != mix(2, 1)."""
     h = 0
     for x in coordinates:
-        h = ((h ^ (x & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
-        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
-        h ^= h >> 31
+        h = _extend(h, x)
     return h
+
+
+def _extend(h: int, x: int) -> int:
+    """Return the key of h's coordinates with x behind them."""
+    h = ((h ^ (x & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
+    h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
+    return h ^ (h >> 31)
+
+
+_mix_one = lru_cache(maxsize=64)(mix)
 
 
 def micro_batch_key(run_key: int, step: int, virtual_rank: int, number: int) -> int:
@@ -34,7 +44,7 @@ def micro_batch_key(run_key: int, step: int, virtual_rank: int, number: int) -> 
 
     Packing is one to one below 2^32 steps, 2^16 virtual ranks and 2^16 micro-batches each.
     """
-    return mix(run_key, step << 32 | virtual_rank << 16 | number)
+    return _extend(_mix_one(run_key), step << 32 | virtual_rank << 16 | number)
 
 
 def shuffled(length: int, key: int) -> npt.NDArray[np.int64]:

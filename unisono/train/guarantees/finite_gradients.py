@@ -8,7 +8,7 @@ from operator import is_
 import torch
 
 from unisono.distributed.process_group import PLAIN_TENSORS, ProcessGroup, to_local
-from unisono.exchange.buckets import finite, version_of
+from unisono.exchange.buckets import finite, versions_of
 
 
 class FiniteCheck:
@@ -57,8 +57,8 @@ def _describe(p: torch.nn.Parameter, names: Mapping[int, str]) -> str:
 
 
 def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the version counters of gradients."""
-    return [0 if g is None else version_of(g if type(g) in PLAIN_TENSORS else to_local(g)) for g in grads]
+    """Return the version counters of those gradients that are not None."""
+    return versions_of([g if type(g) in PLAIN_TENSORS else to_local(g) for g in grads if g is not None])
 
 
 def _is_finite(p: torch.nn.Parameter) -> bool:
