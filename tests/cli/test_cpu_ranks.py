@@ -28,6 +28,7 @@ def environment_record(command: Command, run_dir: str) -> Any:
     return json.loads((command.folder / run_dir / "environment.json").read_text())
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_a_mixed_run_reports_its_devices_and_promises_a_tolerance(command: Command, device_type: str) -> None:
     command.script(SCRIPT.replace("    x = torch.randn(", REPORT_DEVICE))
@@ -111,6 +112,7 @@ def test_processes_of_torchrun_detect_their_devices(command: Command, device_typ
     assert done.stderr.count("parallel.shard = 2 needs the same kind of device on all processes.") == 1
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 def test_a_server_needs_no_accelerator(command: Command, device_type: str) -> None:
     command.script(SCRIPT)

@@ -77,7 +77,7 @@ def step(
         for _ in range(count):
             exchange.enter(v, last=announced and left == 1)
             used = [p for number, p in enumerate(params) if uses(v, number, sparsely)]
-            torch.stack([(p * leaf(v, p)).sum() for p in used]).sum().backward()
+            torch.stack([(p * leaf(v, p).to(p.device)).sum() for p in used]).sum().backward()
             exchange.leave()
             left -= 1
     exchange.launch()

@@ -151,6 +151,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", WAYS)
 def test_run_matches_up_to_rounding(accelerator: str, tmp_path: Path, case: str) -> None:
     size = 3 if case in ("tree", "server") else 2  # the first two of three processes share memory
@@ -164,6 +165,7 @@ def test_run_matches_up_to_rounding(accelerator: str, tmp_path: Path, case: str)
     assert mixed[0]["norms"] == pytest.approx(alike[0]["norms"], rel=10 * within)
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 def test_slower_process_computes_less(accelerator: str, tmp_path: Path, slow: int) -> None:

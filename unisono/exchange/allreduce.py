@@ -13,8 +13,9 @@ import torch
 from unisono.distributed.process_group import ProcessGroup, Work, wait_for
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout, divide_
+from unisono.exchange.buckets import BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.kernels.elementwise import divide_
 
 
 class AllReduce(BucketedExchange):
@@ -48,9 +49,9 @@ class AllReduce(BucketedExchange):
     def finish(self, weight: float) -> bool:
         wait_for(self._works)
         self._works = []
-        finite = [divide_(flat, weight) for flat in self.sum.flats]
+        is_finite = divide_(self.sum.flats, weight)
         self.sum.assign_gradients(self.params)
-        return all(finite)
+        return is_finite
 
     @property
     def sent(self) -> float:

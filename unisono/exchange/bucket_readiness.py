@@ -24,14 +24,15 @@ class BucketReadiness:
         layout: The buckets.
         launch: Called with the number of a bucket that is complete in the last micro-batch of a step. None: nothing is
             launched.
-        complete: Called with the number of a parameter that is complete, in micro-batches that ask for it.
+        complete: Called with the numbers of parameters that are complete, in micro-batches that ask for it: one by
+            one, or all of a bucket whose gradients are batched.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
         launch: Callable[[int], None] | None = None,
-        complete: Callable[[int], None] = lambda number: None,
+        complete: Callable[[Sequence[int]], object] = lambda numbers: None,
     ) -> None:
         self.layout = layout
         self.launch, self.complete = launch, complete
@@ -63,11 +64,15 @@ class BucketReadiness:
                 self.refuse_varying(number)
             if self.fired[number] != self.expected[number]:
                 return
+            self._missing[bucket] -= 1
             if self._notifies:
-                self.complete(number)
+                if not self.layout.batched[bucket]:
+                    self.complete((number,))
+                elif not self._missing[bucket]:
+                    self.complete(self.layout.buckets[bucket].members)
             if self._launches:
-                self._missing[bucket] -= 1
                 while self.next < len(self._missing) and self._missing[self.next] == 0:
+                    self.target.flush(self.next)
                     self.next += 1
                     self.launch(self.next - 1)  # type: ignore[misc]
 
@@ -108,15 +113,17 @@ class BucketReadiness:
         self.fired = [0] * len(self.fired)
         self._notifies, self._last = notify and any(self.expected), last
         self._launches = launch and self._may_launch and self.launch is not None
-        if self._launches:
+        if self._notifies or self._launches:
             self._missing = [len(bucket.members) for bucket in self.layout.buckets]
 
     def leave(self) -> None:
         """End a micro-batch. Raise LoopError if the loop has changed p.grad, and it was not the last one."""
-        if self.target is not None and not self.target.untouched(self.layout.params):
-            if not self._last:
-                raise gradient_modified_error()
-            self.touched = True
+        if self.target is not None:
+            self.target.flush_all()
+            if not self.target.untouched(self.layout.params):
+                if not self._last:
+                    raise gradient_modified_error()
+                self.touched = True
         self.target, self._notifies, self._launches, self._last = None, False, False, False
         self.expected = [max(pair) for pair in zip(self.expected, self.fired, strict=True)]
 

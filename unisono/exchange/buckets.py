@@ -84,6 +84,8 @@ class BucketLayout:
             bucket.append(number, p.numel())
         for bucket in self.buckets:
             bucket.size = max(1, -(-bucket.size // (size * ALIGN))) * size * ALIGN  # a parameter may have no elements
+        self.batched = [bucket.device.type != "cpu" for bucket in self.buckets]
+        """Whether the gradients of a bucket are stored and added together, with few kernels."""
         self.bucket_of = {number: b for b, bucket in enumerate(self.buckets) for number in bucket.members}
         self.sparse: set[int] = set()
         """Parameters whose gradient has arrived as a sparse tensor (`nn.EmbeddingBag(sparse=True)`)."""
@@ -134,14 +136,6 @@ def blocks(flat: torch.Tensor) -> Iterator[slice]:
     step = BLOCK if flat.device.type == "cpu" else max(len(flat), 1)
     for start in range(0, len(flat), step):
         yield slice(start, start + step)
-
-
-def divide_(flat: torch.Tensor, weight: float) -> bool:
-    """Divide in place, and return whether all elements are finite then."""
-    # a tensor: on accelerators torch divides by a number by multiplying with its inverse
-    divisor = flat.new_tensor(weight, dtype=torch.float64)
-    found = [finite(flat[block].div_(divisor)) for block in blocks(flat)]  # a list: every block is divided
-    return all(found)
 
 
 def finite(tensor: torch.Tensor) -> bool:

@@ -1,19 +1,29 @@
 """Accumulate gradients: copies of a gradient to which autograd and other virtual ranks add.
 
-A micro-batch's gradient is written or added to a copy as soon as autograd has accumulated it (`fill`). A copy of
-another virtual rank is added to it parameter by parameter (`merge`), while it is in the processor's cache.
+On the CPU, a micro-batch's gradient is written or added to a copy as soon as autograd has accumulated it (`fill`), and
+a copy of another virtual rank is added to it parameter by parameter (`merge`), while it is in the processor's cache. On
+an accelerator, launching a kernel takes longer than most of these additions. So the gradients of a bucket wait until
+all of them are there, and one kernel stores or adds them together (BucketLayout.batched).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.distributed.shared_memory import SharedMemory
-from unisono.exchange.buckets import BucketLayout, version_of
+from unisono.exchange.buckets import BucketLayout, version_of, versions_of
+
+
+class PendingGradient(NamedTuple):
+    """A gradient that autograd has accumulated, and that waits for the others of its bucket."""
+
+    p: torch.Tensor
+    grad: torch.Tensor
+    version: int
 
 
 class FlatGradient:
@@ -44,12 +54,17 @@ class FlatGradient:
         self.bucket_of, self.sparse = layout.bucket_of, layout.sparse
         self.filled: list[bool] = []
         """Which views hold a gradient; the content of the others has no meaning."""
+        self._batched, self._members = layout.batched, [b.members for b in layout.buckets]
+        self._pending: list[dict[int, PendingGradient]] = [{} for _ in layout.buckets]
         self._versions: list[int] = []
+        self._is_touched = False
         self.clear()
 
     def clear(self) -> None:
         """Mark all views as empty. The next gradients overwrite them."""
         self.filled = [False] * len(self.views)
+        for pending in self._pending:
+            pending.clear()
         if self.mark[0]:
             self.mark.zero_()
 
@@ -60,7 +75,7 @@ class FlatGradient:
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Set p.grad to the views that hold a gradient, and to None for the others."""
-        self._versions = [version_of(flat) for flat in self.flats]
+        self._versions, self._is_touched = versions_of(self.flats), False
         for number, (p, view, filled) in enumerate(zip(params, self.views, self.filled, strict=True)):
             p.grad = view if filled and not (number in self.sparse or is_dtensor(p)) else None
 
@@ -71,25 +86,75 @@ class FlatGradient:
 
     def fill(self, number: int, p: torch.Tensor) -> None:
         """Store the gradient of parameter `number`, which autograd has just accumulated."""
-        self._versions[self.bucket_of[number]] += 1
-        if p.grad is not self.views[number]:  # otherwise autograd has added to the view
-            grad = coalesced(local_gradient(p))
-            if grad.is_sparse:
-                self.sparse.add(number)
-            self._add(number, grad)
-            p.grad = None if grad.is_sparse or is_dtensor(p) else self.views[number]
+        bucket = self.bucket_of[number]
+        if p.grad is self.views[number]:  # autograd has added to the view
+            self._versions[bucket] += 1
+            return
+        grad = coalesced(local_gradient(p))
+        if grad.is_sparse:
+            self.sparse.add(number)
+        if self._batched[bucket] and grad is p.grad and not self.filled[number] and not grad.is_sparse:
+            self._wait(bucket, number, p)
+            return
+        self._versions[bucket] += 1
+        self._add(number, grad)
+        p.grad = None if grad.is_sparse or is_dtensor(p) else self.views[number]
+
+    def _wait(self, bucket: int, number: int, p: torch.Tensor) -> None:
+        """Let a gradient wait for the others of its bucket. Until then it is p.grad."""
+        pending, grad = self._pending[bucket], p.grad
+        assert grad is not None
+        before = pending.get(number)
+        if before is not None and before.grad is grad:  # accumulated once more in the same backward
+            self._is_touched |= version_of(grad) != before.version + 1
+        pending[number] = PendingGradient(p, grad, version_of(grad))
+        if len(pending) == len(self._members[bucket]):
+            self.flush(bucket)
+
+    def flush(self, bucket: int) -> None:
+        """Store the gradients of a bucket that wait for the others."""
+        pending = self._pending[bucket]
+        if not pending:
+            return
+        self._is_touched |= version_of(self.flats[bucket]) != self._versions[bucket]
+        for p, grad, version in pending.values():
+            self._is_touched |= not (p.grad is None or p.grad is grad) or version_of(grad) != version
+        self._store(bucket, {number: grad for number, (_, grad, _) in pending.items()})
+        for number, (p, *_) in pending.items():
+            if p.grad is not None:
+                p.grad = self.views[number]
+        self._versions[bucket] = version_of(self.flats[bucket])
+        pending.clear()
+
+    def flush_all(self) -> None:
+        """Store all gradients that wait for others."""
+        for bucket in range(len(self._pending)):
+            self.flush(bucket)
 
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether only autograd has written to p.grad since `attach`."""
-        return [version_of(flat) for flat in self.flats] == self._versions and all(
-            p.grad is None or p.grad is view for p, view in zip(params, self.views, strict=True)
+        """Return whether only autograd has written to p.grad since `attach`. No gradient may wait (`flush_all`)."""
+        return (
+            not self._is_touched
+            and versions_of(self.flats) == self._versions
+            and all(p.grad is None or p.grad is view for p, view in zip(params, self.views, strict=True))
         )
 
-    def merge(self, number: int, other: LooseGradient) -> None:
-        """Add the gradient of parameter `number` from another copy, and remove it there."""
-        grad = other.take(number)
-        if grad is not None:
-            self._add(number, grad)
+    def merge(self, numbers: Iterable[int], other: LooseGradient) -> None:
+        """Add the gradients of some parameters from another copy, and remove them there."""
+        of_buckets: dict[int, dict[int, torch.Tensor]] = {}
+        for number in numbers:
+            grad = other.take(number)
+            if grad is None:
+                continue
+            if self._batched[bucket := self.bucket_of[number]]:
+                of_buckets.setdefault(bucket, {})[number] = grad
+            else:
+                self._add(number, grad)
+        for bucket, grads in of_buckets.items():
+            filled = [number for number in grads if self.filled[number]]
+            if filled:
+                torch._foreach_add_([self.views[n] for n in filled], [grads.pop(n) for n in filled])
+            self._store(bucket, grads)
 
     def take_over(self, other: FlatGradient) -> None:
         """Copy another gradient, which may have buckets of another size."""
@@ -99,10 +164,26 @@ class FlatGradient:
         self.filled = list(other.filled)
 
     def add_from(self, other: FlatGradient) -> None:
-        """Add another gradient."""
-        for number, filled in enumerate(other.filled):
-            if filled:
-                self._add(number, other.views[number])
+        """Add another gradient, which has buckets of the same size."""
+        for members, flat, more in zip(self._members, self.flats, other.flats, strict=True):
+            if all(self.filled[number] and other.filled[number] for number in members):
+                flat.add_(more)
+                continue
+            for number in members:
+                if other.filled[number]:
+                    self._add(number, other.views[number])
+
+    def _store(self, bucket: int, grads: Mapping[int, torch.Tensor]) -> None:
+        """Store 0 + g in the views of some parameters of a bucket, which hold nothing, with two kernels."""
+        views = [self.views[number] for number in grads]
+        if len(grads) == len(self._members[bucket]):
+            self.flats[bucket].zero_()
+        elif views:
+            torch._foreach_zero_(views)
+        if views:
+            torch._foreach_add_(views, list(grads.values()))
+        for number in grads:
+            self.filled[number] = True
 
     def _add(self, number: int, grad: torch.Tensor) -> None:
         view = self.views[number]
@@ -114,10 +195,10 @@ class FlatGradient:
 
     def complete(self) -> None:
         """Set the views without a gradient to zero."""
-        for number, filled in enumerate(self.filled):
-            if not filled:
-                self.views[number].zero_()
-                self.filled[number] = True
+        missing = [view for view, filled in zip(self.views, self.filled, strict=True) if not filled]
+        if missing:
+            torch._foreach_zero_(missing)
+            self.filled = [True] * len(self.views)
 
 
 class LooseGradient:
@@ -150,6 +231,12 @@ class LooseGradient:
         elif grad is not held:
             p.grad = held
 
+    def flush(self, bucket: int) -> None:
+        """Do nothing: no gradient waits here."""
+
+    def flush_all(self) -> None:
+        """Do nothing: no gradient waits here."""
+
     def untouched(self, params: Sequence[torch.nn.Parameter]) -> bool:
         """Return whether only autograd has written to p.grad since `attach`."""
         return all(
@@ -157,14 +244,21 @@ class LooseGradient:
             for p, grad, version in zip(params, self.grads, self._versions, strict=True)
         )
 
-    def merge(self, number: int, other: LooseGradient) -> None:
-        """Add the gradient of parameter `number` from another copy, and remove it there."""
-        grad = other.take(number)
-        held = self.grads[number]
-        if held is None:
-            self.grads[number] = grad
-        elif grad is not None:
-            held.add_(grad)
+    def merge(self, numbers: Iterable[int], other: LooseGradient) -> None:
+        """Add the gradients of some parameters from another copy, and remove them there."""
+        sums: list[torch.Tensor] = []
+        terms: list[torch.Tensor] = []
+        for number in numbers:
+            grad, held = other.take(number), self.grads[number]
+            if held is None:
+                self.grads[number] = grad
+            elif grad is not None:
+                sums.append(held)
+                terms.append(grad)
+        if len(sums) == 1:
+            sums[0].add_(terms[0])
+        elif sums:
+            torch._foreach_add_(sums, terms)
 
     def take(self, number: int) -> torch.Tensor | None:
         """Remove the gradient of parameter `number` and return it."""

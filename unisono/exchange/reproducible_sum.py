@@ -133,9 +133,7 @@ class ReproducibleSum(BucketedExchange):
     def leave(self) -> None:
         self.ready.leave()
         if not self._remaining:
-            for number, done in enumerate(self._added):
-                if not done:
-                    self._add(number)
+            self._add([number for number, done in enumerate(self._added) if not done])
             self._leaf = None
 
     def launch(self) -> None:
@@ -185,37 +183,37 @@ class ReproducibleSum(BucketedExchange):
         """
         return math.ldexp(1.0, self.exponents[number] + ROOM - self.bits + window * (self.bits - 1))
 
-    def _add(self, number: int) -> None:
-        """Add a parameter's gradient, which is complete for this leaf, while it is in the processor's cache."""
+    def _add(self, numbers: Sequence[int]) -> None:
+        """Add gradients that are complete for this leaf: one in the processor's cache, or an accelerator's bucket."""
         assert self._leaf is not None
-        self._added[number] = True
-        grad = self._leaf.take(number)
-        if grad is None:
-            return
-        self.params[number].grad = None
-        if not grad.numel():
-            return
-        like = self.layout.parts[number]
-        if grad.stride() != like.stride() or grad.dtype != like.dtype:
-            grad = torch.empty_like(like).copy_(grad)
-        bucket = self.layout.bucket_of[number]
-        total, leaf = self.sums[bucket][self.places[number]], _in_memory_order(grad)
-        start, seen = self._starts[number], self._seen[number]
-        largest = _largest(leaf)
-        exponent = math.frexp(largest)[1] if math.isfinite(largest) else UNKNOWN
-        if exponent > self.exponents[number] + ROOM and largest > 0:
-            if not self._filled[number]:
-                total.copy_(start.expand_as(total))
-            self._add_in_windows(number, leaf, total, exponent)
-        elif self._filled[number]:
-            for block in blocks(leaf):  # so that its float64 copy stays in the cache
-                total[block].add_(leaf[block], alpha=NUDGE)
-        else:
-            for block in blocks(leaf):
-                torch.add(start, leaf[block], alpha=NUDGE, out=total[block])
-        self._filled[number] = True
-        if largest > 0:
-            seen[0] = max(seen[0], exponent)
+        leaves: dict[int, torch.Tensor] = {}
+        for number in numbers:
+            self._added[number] = True
+            grad = self._leaf.take(number)
+            if grad is None:
+                continue
+            self.params[number].grad = None
+            like = self.layout.parts[number]
+            if grad.stride() != like.stride() or grad.dtype != like.dtype:
+                grad = torch.empty_like(like).copy_(grad)
+            if grad.numel():
+                leaves[number] = _in_memory_order(grad)
+        for (number, leaf), largest in zip(leaves.items(), _largest(list(leaves.values())), strict=True):
+            total = self.sums[self.layout.bucket_of[number]][self.places[number]]
+            exponent = math.frexp(largest)[1] if math.isfinite(largest) else UNKNOWN
+            if exponent > self.exponents[number] + ROOM and largest > 0:
+                if not self._filled[number]:
+                    total.copy_(self._starts[number].expand_as(total))
+                self._add_in_windows(number, leaf, total, exponent)
+            elif self._filled[number]:
+                for block in blocks(leaf):  # so that its float64 copy stays in the cache
+                    total[block].add_(leaf[block], alpha=NUDGE)
+            else:
+                for block in blocks(leaf):
+                    torch.add(self._starts[number], leaf[block], alpha=NUDGE, out=total[block])
+            self._filled[number] = True
+            if largest > 0:
+                self._seen[number][0] = max(self._seen[number][0], exponent)
 
     def _add_in_windows(self, number: int, leaf: torch.Tensor, total: torch.Tensor, exponent: int) -> None:
         """Add a leaf that is too large for its grid: its multiples of coarser grids go there, the coarsest first."""
@@ -287,10 +285,13 @@ def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _largest(row: torch.Tensor) -> float:
-    """Return the largest absolute value; NaN if an element is NaN."""
-    low, high = map(float, torch.aminmax(row))
-    return max(high, -low) if high == high else high
+def _largest(rows: Sequence[torch.Tensor]) -> list[float]:
+    """Return the largest absolute value of each row; NaN if an element is NaN. Waits for an accelerator once."""
+    if len({row.device for row in rows}) > 1:
+        return [largest for row in rows for largest in _largest([row])]
+    bounds = [torch.stack(torch.aminmax(row)) for row in rows]
+    pairs = torch.stack(bounds).tolist() if bounds else []
+    return [max(high, -low) if high == high else high for low, high in pairs]
 
 
 def _dtype_error(dtype: torch.dtype) -> LoopError:

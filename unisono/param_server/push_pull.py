@@ -38,8 +38,9 @@ import torch
 from unisono.distributed.process_group import Message, Work, wait_for, wrap_peer_errors
 from unisono.distributed.roles import RoleGroup
 from unisono.exchange.base import Weights
-from unisono.exchange.buckets import BucketLayout, blocks, divide_
+from unisono.exchange.buckets import BucketLayout, blocks
 from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.tree.tree_allreduce import IN_FLIGHT
 from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.reduction_tree import Plan
@@ -79,10 +80,8 @@ class ParameterServerExchange(TreeExchange):
             return super().finish(weight)
         assert self._result is not None
         self.transport.finish()
-        whole = True
-        for flat, holder in zip(self._result.flats, self.holders, strict=True):
-            if holder == self.crew.rank:
-                whole &= divide_(flat, weight)
+        held = zip(self._result.flats, self.holders, strict=True)
+        whole = divide_([flat for flat, holder in held if holder == self.crew.rank], weight)
         self._result.assign_gradients(self.params)
         for number, p in enumerate(self.params):
             if self.holders[self.layout.bucket_of[number]] != self.crew.rank:

@@ -155,8 +155,7 @@ class CompressedTree(BucketedExchange):
         """Copy a gradient into flat buffers; None: zeros."""
         copy = self.pool.take()
         if loose is not None:
-            for number in range(len(self.params)):
-                copy.merge(number, loose)
+            copy.merge(range(len(self.params)), loose)
         copy.complete()
         return copy
 
@@ -264,8 +263,7 @@ class CompressedAllReduce(CompressedTree):
 def _merge(left: LooseGradient | None, right: LooseGradient | None) -> LooseGradient | None:
     if left is None or right is None:
         return right if left is None else left
-    for number in range(len(left.grads)):
-        left.merge(number, right)
+    left.merge(range(len(left.grads)), right)
     return left
 
 

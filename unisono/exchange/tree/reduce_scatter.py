@@ -27,7 +27,7 @@ import torch
 from unisono.distributed.process_group import Message, ProcessGroup, Work, from_local_like, to_local, wait_for
 from unisono.errors import LoopError
 from unisono.exchange.base import Exchange, Spans, Weights
-from unisono.exchange.buckets import divide_
+from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.tree.counted_collectives import CountedCollectives
 from unisono.plan.reduction_tree import Fold, Node, Plan
 
@@ -241,11 +241,10 @@ class ReduceScatterTree(Exchange):
                 reducer.leaf = None
 
     def finish(self, weight: float) -> bool:
-        is_finite = True
         own = set(map(id, self.params))
-        for reducer in self.reducers:
-            total = self._total(reducer)
-            is_finite &= divide_(total, weight)
+        totals = [self._total(reducer) for reducer in self.reducers]
+        is_finite = divide_(totals, weight)
+        for reducer, total in zip(self.reducers, totals, strict=True):
             for p, grad in zip(reducer.params, reducer.shard_gradients(total), strict=True):
                 if id(p) in own:
                     p.grad = grad

@@ -30,8 +30,11 @@ import torch
 from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange.base import Weights
-from unisono.exchange.buckets import BucketLayout, blocks, finite
+from unisono.exchange.buckets import BucketLayout, blocks
 from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.kernels.device_kernels import kernels_for
+from unisono.exchange.kernels.elementwise import are_finite
+from unisono.exchange.kernels.exchange_stream import ExchangeStream
 from unisono.plan.reduction_tree import Plan
 
 IN_FLIGHT = 2
@@ -50,6 +53,15 @@ class _BucketMessages(NamedTuple):
     """[size, chunk]: where the sum is gathered on this process."""
     partial_sums: PreparedMessages
     sums: PreparedMessages
+
+
+class _NeighborMemory(NamedTuple):
+    """A gradient in a neighbor's memory."""
+
+    flats: list[torch.Tensor]
+    """Its buckets."""
+    mark: torch.Tensor
+    """See BucketLayout.mark_of."""
 
 
 class TreeAllReduce:
@@ -71,10 +83,10 @@ class TreeAllReduce:
         )  # the weights of all virtual ranks
         self.ready = torch.zeros(1, dtype=torch.uint8)  # the content of a "ready" or "done" message, which is not read
         self._receive_buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-        self._mapped: dict[tuple[int, int], list[torch.Tensor]] = {}  # neighbors' memory, cut into buckets
-        self._marks: dict[tuple[int, int], torch.Tensor] = {}  # the marks in neighbors' memory
+        self._mapped: dict[tuple[int, int], _NeighborMemory] = {}
         self._own_marks: list[torch.Tensor] = []
         self._messages: list[_BucketMessages] = []
+        self._stream = ExchangeStream(bucket.device for bucket in layout.buckets)
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
@@ -97,6 +109,7 @@ class TreeAllReduce:
             weights: Returns the weight of each virtual rank of this process, once the last backward has begun.
             divisor: The total weight, where it is known already; then no weights are exchanged.
         """
+        self._stream.join()  # a step that was broken off may still use memory
         self.weights = weights
         self.divisor = divisor
         self.error: Exception | None = None  # of a message that was sent from inside backward
@@ -169,13 +182,14 @@ class TreeAllReduce:
         if self.error is not None:
             return
         try:
-            if bucket >= IN_FLIGHT:
-                sums = self._add_up_next()
-                self._sums += sums.wrap([start() for start in sums.starts])
-            if bucket == 0 and self.divisor is None:
-                self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
-            messages = self._messages[bucket].partial_sums
-            self._partial_sums.append(messages.wrap([start() for start in messages.starts]))
+            with self._stream.block():
+                if bucket >= IN_FLIGHT:
+                    sums = self._add_up_next()
+                    self._sums += sums.wrap([start() for start in sums.starts])
+                if bucket == 0 and self.divisor is None:
+                    self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
+                messages = self._messages[bucket].partial_sums
+                self._partial_sums.append(messages.wrap([start() for start in messages.starts]))
         except (RuntimeError, ConnectionError) as error:
             if self.group.monitor is None:
                 raise
@@ -189,13 +203,18 @@ class TreeAllReduce:
         """
         if self.error is not None:
             raise self.error
-        while self._added < len(self._partial_sums):
-            sums = self._add_up_next()
-            self._sums += sums.wrap([start() for start in sums.starts])
-        wait_for(self._sums)
+        try:
+            with self._stream.block():
+                while self._added < len(self._partial_sums):
+                    sums = self._add_up_next()
+                    self._sums += sums.wrap([start() for start in sums.starts])
+                wait_for(self._sums)
+                is_finite = are_finite(self._block_is_finite, self._own_chunks)
+        finally:
+            self._stream.join()
         # gloo's works keep its connections open: a forked loader worker would close them, and hang
         self._messages, self._partial_sums, self._sums = [], [], []
-        return bool(torch.stack(self._block_is_finite).all()) or all(map(finite, self._own_chunks))
+        return is_finite
 
     def _add_up_next(self) -> PreparedMessages:
         """Add up the oldest bucket that has been sent. Return the messages with our chunk of its sum."""
@@ -224,10 +243,10 @@ class TreeAllReduce:
             key = rank, name.number
             if key not in self._mapped:
                 memory = map_shared_memory(self.neighbors[rank], name, self.layout.bytes_shared)
-                self._mapped[key], self._marks[key] = self.layout.cut(memory), self.layout.mark_of(memory)
+                self._mapped[key] = _NeighborMemory(self.layout.cut(memory), self.layout.mark_of(memory))
             if bucket == 0:
-                self._marks[key].fill_(1)
-            found.append(self._mapped[key][bucket].view(self.plan.size, -1)[self.rank])
+                self._mapped[key].mark.fill_(1)
+            found.append(self._mapped[key].flats[bucket].view(self.plan.size, -1)[self.rank])
         return found
 
     def _reduce_in_order(self, parts: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
@@ -241,10 +260,10 @@ class TreeAllReduce:
             for i, j in self.additions[:-1]:
                 terms[i].add_(terms[j])
             for i, j in self.additions[-1:]:  # the last sum is the total: it is written once, divided
-                torch.add(terms[i], terms[j], out=result).div_(divisor)
+                is_finite = kernels_for(result).add_and_divide(terms[i], terms[j], divisor, result)
             if not self.additions:
-                torch.div(terms[0], divisor, out=result)
-            self._block_is_finite.append(torch.isfinite(result.sum()))
+                is_finite = torch.isfinite(torch.div(terms[0], divisor, out=result).sum())
+            self._block_is_finite.append(is_finite)
             for other in others:
                 other.copy_(result)
 

@@ -31,8 +31,9 @@ import torch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange.base import Spans, Weights
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout, divide_
+from unisono.exchange.buckets import BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
+from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
 
@@ -126,9 +127,7 @@ class TreeExchange(BucketedExchange):
             self.ready.refuse_varying(self.ready.fired.index(max(self.ready.fired)))
         self.ready.leave()
         if not self._remaining:
-            for number, done in enumerate(self._merged):
-                if not done:
-                    self._merge(number)
+            self._merge([number for number, done in enumerate(self._merged) if not done])
             self._fold.push(*self._leaf)
             self._fold.skip_to(self._next_leaf(), None)
             self._leaf = None
@@ -145,8 +144,7 @@ class TreeExchange(BucketedExchange):
     def finish(self, weight: float) -> bool:
         assert self._result is not None
         if self.transport is None:
-            found = [divide_(flat, weight) for flat in self._result.flats]
-            whole = all(found)
+            whole = divide_(self._result.flats, weight)
         else:
             whole = bool(self.transport.finish())
         self._result.assign_gradients(self.params)
@@ -239,12 +237,13 @@ class TreeExchange(BucketedExchange):
         if self.transport is not None:
             self.transport.prepare(self._roots, self._result)
 
-    def _merge(self, number: int) -> None:
-        """Fold the gradient of a parameter, which is complete for this leaf, while it is in the processor's cache."""
-        self._merged[number] = True
+    def _merge(self, numbers: Sequence[int]) -> None:
+        """Fold the gradients of some parameters, which are complete for this leaf."""
+        for number in numbers:
+            self._merged[number] = True
         for left, right in self._merges:
-            left.merge(number, right)
-        if self._merges:
+            left.merge(numbers, right)
+        for number in numbers if self._merges else ():
             self.params[number].grad = None
 
     def held(self) -> Mapping[Node, FlatGradient | None]:

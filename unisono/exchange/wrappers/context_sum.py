@@ -21,7 +21,8 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.exchange.base import Exchange, Spans, Weights, all_reduce_bytes
-from unisono.exchange.buckets import BUCKET_BYTES, divide_
+from unisono.exchange.buckets import BUCKET_BYTES
+from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.wrappers.exchange_wrapper import ExchangeWrapper
 
 
@@ -70,7 +71,7 @@ class ContextSum(ExchangeWrapper):
         for bucket in self._buckets():
             self._bytes += sum(grad.nbytes for grad in bucket)
             flat = self.slices.deterministic_all_reduce(torch.cat([grad.reshape(-1) for grad in bucket]))
-            is_finite &= divide_(flat, weight)
+            is_finite &= divide_([flat], weight)
             for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(mean.view_as(grad))
         return is_finite

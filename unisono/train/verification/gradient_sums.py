@@ -16,7 +16,7 @@ import torch
 from unisono.checkpoint.sharded_state import box_of
 from unisono.distributed.process_group import ProcessGroup, is_dtensor, to_local
 from unisono.exchange import gradient_accumulation
-from unisono.exchange.buckets import divide_
+from unisono.exchange.kernels.elementwise import divide_
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.plan.reduction_tree import Fold, Node
 
@@ -131,7 +131,7 @@ class GradientSums:
     def _agrees(self, total: torch.Tensor, weight: float, window: GradientWindow) -> bool:
         """Compare with the part of `p.grad` that is on this process."""
         p = self.gradient.params[window.number]
-        divide_(total, weight)
+        divide_([total], weight)
         if p.grad is None:
             return not bool(total.any())
         grad = to_local(p.grad.detach())
