@@ -155,8 +155,8 @@ def main() -> None:
 def table(found: list[Kill]) -> str:
     return "\n".join(
         [
-            f"a step of the survivors  {format_seconds([kill.finished for kill in found])}",
-            f"a step of {RANKS} processes   {format_seconds([kill.joined for kill in found])}",
+            f"first step of the survivors     {format_seconds([kill.finished for kill in found])}",
+            f"first step of {RANKS} processes again  {format_seconds([kill.joined for kill in found])}",
         ]
     )
 
