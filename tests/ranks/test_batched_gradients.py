@@ -18,6 +18,7 @@ from unisono.errors import LoopError
 from unisono.exchange.bucket_readiness import BucketReadiness
 from unisono.exchange.buckets import BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.single import SingleProcess
 from unisono.exchange.tree.dynamic_tree import DynamicTree
 from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.assignment import assign_evenly
@@ -168,3 +169,98 @@ def test_layers_that_are_recomputed_several_times(reentrant: bool) -> None:
         results.append([view.tolist() for view in copy.views])
         ready.close()
     assert results[0] == results[1]
+
+
+class Shared(nn.Module):
+    """A model whose gradients share memory: `a` and `b` all of it, `c` and `d` are halves of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.c, self.d = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = x @ (self.a.view(2, 2) + self.b.view(2, 2))
+        joined: torch.Tensor = nn.functional.linear(x, torch.cat([self.c, self.d])).sum() + added.sum()
+        return joined
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_gradients_that_share_memory_are_added_once(batched: bool) -> None:
+    """torch's own p.grad is wrong after the second backward of this model."""
+    model, x = Shared(), torch.tensor([[1.0, 2.0]])
+    params = list(model.parameters())
+    exchange = TreeExchange(params, 4, ProcessGroup(0, 1, torch.device("cpu")))
+    exchange.layout.batched = [batched]
+    exchange.begin([(0, 4)], {0: 2, 1: 3, 2: 1, 3: 2}, lambda: torch.ones(4, dtype=torch.float64))
+    for virtual_rank, count in {0: 2, 1: 3, 2: 1, 3: 2}.items():
+        for _ in range(count):
+            exchange.enter(virtual_rank, last=False)
+            model(x).backward()
+            exchange.leave()
+    exchange.launch()
+    exchange.finish(8.0)
+    assert [p.grad.tolist() for p in params[:4] if p.grad is not None] == [[1, 1, 2, 2]] * 2 + [[[1, 2], [1, 2]]] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_one_process_adds_and_divides_shared_memory_once(count: int) -> None:
+    model, x = Shared(), torch.tensor([[1.0, 2.0]])
+    params = list(model.parameters())
+    exchange = SingleProcess(params, 1, ProcessGroup(0, 1, torch.device("cpu")))
+    for _ in range(2):
+        exchange.begin([(0, 1)], {0: count}, lambda: torch.ones(1, dtype=torch.float64))
+        for number in range(count):
+            exchange.enter(0, last=number == count - 1)
+            model(x).backward()
+            exchange.leave()
+        exchange.finish(3.0 * count)
+        for p, expected in zip(params[:4], [[1, 1, 2, 2]] * 2 + [[[1, 2], [1, 2]]] * 2, strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad, torch.tensor(expected) / 3.0)
+        exchange.zero()
+
+
+def test_a_gradient_that_was_removed_before_another_backward_counts() -> None:
+    """In one micro-batch, a part of the loss has a backward of its own, and the script removes its gradients."""
+    results = []
+    for batched in (False, True):
+        params = parameters()
+        layout = BucketLayout(params, 1)
+        layout.batched = [batched] * len(layout.buckets)
+        ready, copy = BucketReadiness(layout), FlatGradient(layout)
+        ready.begin()
+        ready.enter(copy, notify=False, last=True, launch=False)
+        backward(params[:3])
+        for p in params:
+            p.grad = None
+        (params[0] * 5).sum().backward()  # the other members of the bucket are not used
+        ready.leave()
+        copy.complete()
+        results.append([view.tolist() for view in copy.views])
+        ready.close()
+    assert results[0] == results[1]
+    assert results[1][0][0][0] == 8
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model", [Shared()])
+def test_shared_memory_and_recomputation(model: Shared) -> None:
+    """Reentrant recomputation accumulates gradients that share a storage several times in one backward."""
+    results = []
+    for batched in (False, True):
+        layout = BucketLayout(list(model.parameters()), 1)
+        layout.batched = [batched]
+        ready, copy = BucketReadiness(layout), FlatGradient(layout)
+        ready.begin()
+        ready.enter(copy, notify=False, last=True, launch=False)
+        x = torch.tensor([[1.0, 2.0]], requires_grad=True)
+        (checkpoint(model, x, use_reentrant=True) + checkpoint(model, x, use_reentrant=True)).backward()
+        ready.leave()
+        assert not ready.touched
+        copy.complete()
+        results.append([view.tolist() for view in copy.views])
+        ready.close()
+    assert results[0] == results[1]
+    assert results[1][0] == [2, 2, 4, 4]

@@ -92,6 +92,7 @@ def test_divide_finds_elements_that_are_not_finite(value: float) -> None:
     assert divide_(flats, 2.0)  # the sum of the second overflows
     assert flats[1][0] == 1.5e38
     assert divide_([], 2.0)
+    assert divide_([torch.empty(0)], 2.0)
     flats[0][1] = value
     assert not divide_(flats, 2.0)
     assert flats[1][0] == 0.75e38  # all are divided

@@ -72,9 +72,9 @@ class BucketReadiness:
                     self.complete(self.layout.buckets[bucket].members)
             if self._launches:
                 while self.next < len(self._missing) and self._missing[self.next] == 0:
-                    self.target.flush(self.next)
-                    self.next += 1
-                    self.launch(self.next - 1)  # type: ignore[misc]
+                    ready, self.next = self.next, self.next + 1  # before a call that lets another thread run
+                    self.target.flush(ready)
+                    self.launch(ready)  # type: ignore[misc]
 
         return on_gradient
 

@@ -26,6 +26,44 @@ class PendingGradient(NamedTuple):
     version: int
 
 
+class GradientMemory:
+    """Give each gradient memory of its own.
+
+    Autograd lets p.grad of several parameters share memory, for example after a.view(2, 2) + b.view(2, 2). Adding to
+    one would change the other (torch does so: its p.grad is wrong after a second backward).
+    """
+
+    def __init__(self) -> None:
+        self._holders: dict[int, int] = {}  # the parameter whose gradient is in a storage
+        self._storages: dict[int, int] = {}  # the storage of a parameter's gradient
+
+    def claim(self, number: int, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of parameter `number`, or a copy if that of another parameter shares its storage."""
+        storage = storage_of(grad)
+        if self._holders.setdefault(storage, number) != number and storage:
+            return grad.clone()
+        self._storages[number] = storage
+        return grad
+
+    def release(self, number: int) -> None:
+        """Forget the gradient of parameter `number`, which is not kept any more."""
+        storage = self._storages.pop(number, 0)
+        if storage:
+            self._holders.pop(storage, None)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._holders.clear()
+        self._storages.clear()
+
+
+def storage_of(grad: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if there is none."""
+    if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        return 0
+    return grad.untyped_storage().data_ptr() if grad.storage_offset() else grad.data_ptr()  # the second one is faster
+
+
 class FlatGradient:
     """A copy of the gradient that is sent: a flat buffer for each bucket, and a view for each parameter.
 
@@ -58,6 +96,7 @@ class FlatGradient:
         self._pending: list[dict[int, PendingGradient]] = [{} for _ in layout.buckets]
         self._versions: list[int] = []
         self._is_touched = False
+        self._memory = GradientMemory()
         self.clear()
 
     def clear(self) -> None:
@@ -65,6 +104,7 @@ class FlatGradient:
         self.filled = [False] * len(self.views)
         for pending in self._pending:
             pending.clear()
+        self._memory.clear()
         if self.mark[0]:
             self.mark.zero_()
 
@@ -93,6 +133,10 @@ class FlatGradient:
         grad = coalesced(local_gradient(p))
         if grad.is_sparse:
             self.sparse.add(number)
+        before = self._pending[bucket].get(number)
+        if before is not None and before.grad is not grad:  # the script has removed that one from p.grad in between
+            p.grad = None
+            self.flush(bucket)
         if self._batched[bucket] and grad is p.grad and not self.filled[number] and not grad.is_sparse:
             self._wait(bucket, number, p)
             return
@@ -105,8 +149,10 @@ class FlatGradient:
         pending, grad = self._pending[bucket], p.grad
         assert grad is not None
         before = pending.get(number)
-        if before is not None and before.grad is grad:  # accumulated once more in the same backward
+        if before is not None:  # accumulated once more in the same backward
             self._is_touched |= version_of(grad) != before.version + 1
+        else:
+            p.grad = grad = self._memory.claim(number, grad)
         pending[number] = PendingGradient(p, grad, version_of(grad))
         if len(pending) == len(self._members[bucket]):
             self.flush(bucket)
@@ -123,6 +169,7 @@ class FlatGradient:
         for number, (p, *_) in pending.items():
             if p.grad is not None:
                 p.grad = self.views[number]
+            self._memory.release(number)
         self._versions[bucket] = version_of(self.flats[bucket])
         pending.clear()
 
@@ -207,6 +254,7 @@ class LooseGradient:
     def __init__(self, layout: BucketLayout) -> None:
         self.grads: list[torch.Tensor | None] = [None] * len(layout.params)
         self.sparse = layout.sparse
+        self._memory = GradientMemory()
         self._versions = [0] * len(layout.params)
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -220,7 +268,7 @@ class LooseGradient:
         if grad.is_sparse:
             self.sparse.add(number)
         if held is None:
-            held = self.grads[number] = grad.to_dense()
+            held = self.grads[number] = self._memory.claim(number, grad.to_dense())
             self._versions[number] = version_of(held)
         else:
             if grad is not held:  # the script has called zero_grad in between
@@ -263,6 +311,7 @@ class LooseGradient:
     def take(self, number: int) -> torch.Tensor | None:
         """Remove the gradient of parameter `number` and return it."""
         grad, self.grads[number] = self.grads[number], None
+        self._memory.release(number)
         return grad
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from unisono.distributed.process_group import ProcessGroup
-from unisono.exchange.base import Exchange
+from unisono.exchange.base import Exchange, Spans, Weights
 from unisono.exchange.buckets import finite
+from unisono.exchange.gradient_accumulation import GradientMemory, storage_of
 
 
 class SingleProcess(Exchange):
@@ -20,6 +21,9 @@ class SingleProcess(Exchange):
     reason = "one virtual rank on one process"
     used: Sequence[bool] = ()
     touched = False  # micro-batches accumulate in the p.grad that the loop leaves, as in plain torch
+
+    _is_first = True
+    """Whether the step has had no micro-batch yet."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         assert virtual_ranks == group.size == 1
@@ -32,6 +36,21 @@ class SingleProcess(Exchange):
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Accept a communication hook, which has nothing to do."""
+
+    def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
+        self._is_first = True
+
+    def leave(self) -> None:
+        """After the first micro-batch of a step, let no gradients share memory, to which torch would add twice."""
+        if not self._is_first:
+            return
+        self._is_first = False
+        storages = [storage_of(p.grad) for p in self.params if p.grad is not None]
+        if len(set(storages)) < len(storages):
+            memory = GradientMemory()
+            for number, p in enumerate(self.params):
+                if p.grad is not None:
+                    p.grad = memory.claim(number, p.grad)
 
     @property
     def sent(self) -> float:

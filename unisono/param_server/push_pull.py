@@ -140,6 +140,9 @@ class PushTransport:
         self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         self.follow(plan)
 
+    def join(self) -> None:
+        """Do nothing: messages and additions are on the loop's stream."""
+
     def follow(self, plan: Plan) -> None:
         """Use another plan of partial sums from now on."""
         self.plan, layout, crew = plan, self.layout, self.crew

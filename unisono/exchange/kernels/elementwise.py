@@ -25,7 +25,8 @@ def divide_(flats: Iterable[torch.Tensor], weight: float) -> bool:
     for flat in flats:
         divisor = divisors.get(flat.device)
         if divisor is None:
-            divisor = divisors[flat.device] = flat.new_tensor(weight, dtype=torch.float64)
+            # filled on the device: a tensor of a Python number would be copied there, and waited for
+            divisor = divisors[flat.device] = torch.full((), weight, dtype=torch.float64, device=flat.device)
         found.append(kernels_for(flat).divide_(flat, divisor))
     return are_finite(found, flats)
 

@@ -21,7 +21,8 @@ def divide_(flat: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     Returns:
         Whether the sum of the result is finite, as a tensor. Only finite terms have a finite sum.
     """
-    return _all([torch.isfinite(flat[block].div_(divisor).sum()) for block in blocks(flat)])
+    found = [torch.isfinite(flat[block].div_(divisor).sum()) for block in blocks(flat)]
+    return found[0] if len(found) == 1 else torch.stack(found or [torch.isfinite(flat.sum())]).all()
 
 
 def add_and_divide(a: torch.Tensor, b: torch.Tensor, divisor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -56,10 +57,6 @@ def decode(encoded: torch.Tensor, bits: int) -> torch.Tensor:
     scale, stored = encoded[:, :4].contiguous().view(torch.float32), encoded[:, 4:].contiguous()
     codes = _unpack(stored) if bits == 4 else stored.view(torch.int8 if bits == 8 else torch.float16)
     return codes.float().mul_(scale)
-
-
-def _all(found: list[torch.Tensor]) -> torch.Tensor:
-    return found[0] if len(found) == 1 else torch.stack(found).all()
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:

@@ -89,8 +89,13 @@ class TreeAllReduce:
         self._stream = ExchangeStream(bucket.device for bucket in layout.buckets)
         self.follow(plan)
 
+    def join(self) -> None:
+        """Let the current stream wait for all messages and additions, before memory that they use is released."""
+        self._stream.join()
+
     def follow(self, plan: Plan) -> None:
         """Use another plan from now on."""
+        self._stream.join()
         self.plan, layout = plan, self.layout
         self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of each partial sum, in order
         self.additions = plan.additions()
@@ -201,9 +206,9 @@ class TreeAllReduce:
         Returns:
             Whether the chunks that this process has added up are finite.
         """
-        if self.error is not None:
-            raise self.error
         try:
+            if self.error is not None:
+                raise self.error
             with self._stream.block():
                 while self._added < len(self._partial_sums):
                     sums = self._add_up_next()
