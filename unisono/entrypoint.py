@@ -196,8 +196,8 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     except RunStopped:
         pass
     except Exception as error:
-        for failed in context.hooks.failed:
-            failed(error)
+        for end in context.hooks.ended:
+            end(error)
         raise
     finally:
         lifecycle.close(context)
@@ -212,6 +212,8 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
         more = start.line().flag("--resume").setting(f"steps={2 * steps_done}")
         console.print_line(f"This run already finished after {steps_done} steps. To continue: {more}")
     context.collective.run("the run's end", lambda: _leave_result(context, result, new=ended is None))
+    for end in context.hooks.ended:
+        end(None)
     if context.group.rank == 0:  # after a death, another process than before
         if not start.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")

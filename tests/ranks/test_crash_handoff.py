@@ -30,7 +30,7 @@ def work(world: World, config: Settings, folder: Path, dead: set[int]) -> Any:
             try:
                 train(run)
             except Exception as error:
-                for failed in run.context.hooks.failed:
+                for failed in run.context.hooks.ended:
                     failed(error)
                 raise
             finally:

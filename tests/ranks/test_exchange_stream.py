@@ -50,7 +50,7 @@ def run_with_streams(world: World, broken: str) -> Any:
         class OnOwnStream(TreeExchange):
             def _build_transport(self, plan: Any) -> Any:
                 transport = super()._build_transport(plan)
-                transport._stream = stream
+                transport.stream = stream
                 return transport
 
         exchange = with_bucket_bytes(OnOwnStream(params, VIRTUAL_RANKS, hosts), 100)

@@ -44,8 +44,9 @@ class StepMonitor:
         self.clock = PhaseClock()
         self.typed = str(run_dir)
         """The run directory, as a user types it."""
+        self.timeline_path = run_dir / "timeline" / f"rank-{rank}.jsonl"
         self._spikes = LossSpikes()
-        self._run_dir, self._rank, self._output = run_dir, rank, output
+        self._rank, self._output = rank, output
         self._live, self._columns, self._color = live, columns, color
         self._progress: Progress | None = None
         self._timeline: Timeline | None = None
@@ -56,7 +57,7 @@ class StepMonitor:
 
     def begin(self, total_steps: int, first_step: int, samples_seen: int, *, resumed: bool) -> None:
         """Begin at `first_step`. `samples_seen` counts the samples of the steps before it."""
-        self._timeline = Timeline(self._run_dir / "timeline" / f"rank-{self._rank}.jsonl", note=self.note)
+        self._timeline = Timeline(self.timeline_path, note=self.note)
         if resumed:
             self._timeline.resumed(first_step)
         if self._rank == 0:
@@ -98,8 +99,10 @@ class StepMonitor:
         self._logged.update(values)
 
     def event(self, values: dict[str, Any]) -> None:
-        """Write a rare event as a line of its own into the timeline."""
+        """Write a rare event as a line of its own into the timeline, after all steps until now."""
         if self._timeline is not None:
+            if self._samples and self._last is not None:
+                self._write(self._last)
             self._timeline.event(values)
 
     def note(self, text: str) -> None:

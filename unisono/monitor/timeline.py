@@ -2,6 +2,7 @@
 
     {"step": 12, "t": 1760000000.123, "seconds": {"data": 0.00021, "forward": 0.01042}, "loss": 2.3, "log": {"lr": 0.1}}
     {"resumed_at": 10}
+    {"checkpoint": 20}
     {"promise": "tolerance", "step": 4, "cause": "state", "reason": "A second computation of ..."}
 
 `step` counts from 0, `t` is the time of its end (seconds since 1970), `seconds` the time spent in each phase. A resumed

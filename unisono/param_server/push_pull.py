@@ -41,6 +41,7 @@ from unisono.exchange.base import Weights
 from unisono.exchange.buckets import BucketLayout, blocks
 from unisono.exchange.gradient_accumulation import FlatGradient
 from unisono.exchange.kernels.elementwise import divide_
+from unisono.exchange.kernels.exchange_stream import ExchangeStream
 from unisono.exchange.tree.tree_allreduce import IN_FLIGHT
 from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.reduction_tree import Plan
@@ -137,11 +138,9 @@ class PushTransport:
 
     def __init__(self, plan: Plan, layout: BucketLayout, crew: RoleGroup, holders: Sequence[int]) -> None:
         self.layout, self.crew, self.holders = layout, crew, holders
+        self.stream = ExchangeStream([torch.device("cpu")])  # messages and additions are on the loop's stream
         self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         self.follow(plan)
-
-    def join(self) -> None:
-        """Do nothing: messages and additions are on the loop's stream."""
 
     def follow(self, plan: Plan) -> None:
         """Use another plan of partial sums from now on."""

@@ -26,6 +26,7 @@ from unisono.train.collective import NoRecovery
 from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
+from unisono.train.diagnostics.tracking import build_tracking
 from unisono.train.diagnostics.usage_recorder import build_usage
 from unisono.train.extensions import Extension, bind
 from unisono.train.guarantees.deterministic_kernels import describe_kernels
@@ -277,6 +278,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
     found += build_usage(context.device, context.monitor)
+    found += build_tracking(context)
     if context.inspection is not None:
         found.append(context.inspection.build(context, parts))
     return found

@@ -99,8 +99,8 @@ class Extension:
     def settle(self) -> None:
         """Wait for pending messages after the script has returned."""
 
-    def failed(self, error: Exception) -> None:
-        """Observe an error of the script that ends this process."""
+    def ended(self, error: Exception | None) -> None:
+        """Observe an error of the script that ends this process; None: the run ended, and result.json is written."""
 
     def close(self) -> None:
         """Release all resources. A second call has no effect."""
@@ -130,7 +130,7 @@ class Hooks(NamedTuple):
     before_save: tuple[Hook, ...] = ()
     regrouped: tuple[Hook, ...] = ()
     settle: tuple[Hook, ...] = ()
-    failed: tuple[Hook, ...] = ()
+    ended: tuple[Hook, ...] = ()
     close: tuple[Hook, ...] = ()
     result: tuple[Hook, ...] = ()
 

@@ -86,16 +86,12 @@ class TreeAllReduce:
         self._mapped: dict[tuple[int, int], _NeighborMemory] = {}
         self._own_marks: list[torch.Tensor] = []
         self._messages: list[_BucketMessages] = []
-        self._stream = ExchangeStream(bucket.device for bucket in layout.buckets)
+        self.stream = ExchangeStream(bucket.device for bucket in layout.buckets)
         self.follow(plan)
-
-    def join(self) -> None:
-        """Let the current stream wait for all messages and additions, before memory that they use is released."""
-        self._stream.join()
 
     def follow(self, plan: Plan) -> None:
         """Use another plan from now on."""
-        self._stream.join()
+        self.stream.join()
         self.plan, layout = plan, self.layout
         self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of each partial sum, in order
         self.additions = plan.additions()
@@ -114,7 +110,7 @@ class TreeAllReduce:
             weights: Returns the weight of each virtual rank of this process, once the last backward has begun.
             divisor: The total weight, where it is known already; then no weights are exchanged.
         """
-        self._stream.join()  # a step that was broken off may still use memory
+        self.stream.join()  # a step that was broken off may still use memory
         self.weights = weights
         self.divisor = divisor
         self.error: Exception | None = None  # of a message that was sent from inside backward
@@ -187,7 +183,7 @@ class TreeAllReduce:
         if self.error is not None:
             return
         try:
-            with self._stream.block():
+            with self.stream.block():
                 if bucket >= IN_FLIGHT:
                     sums = self._add_up_next()
                     self._sums += sums.wrap([start() for start in sums.starts])
@@ -209,14 +205,14 @@ class TreeAllReduce:
         try:
             if self.error is not None:
                 raise self.error
-            with self._stream.block():
+            with self.stream.block():
                 while self._added < len(self._partial_sums):
                     sums = self._add_up_next()
                     self._sums += sums.wrap([start() for start in sums.starts])
                 wait_for(self._sums)
                 is_finite = are_finite(self._block_is_finite, self._own_chunks)
         finally:
-            self._stream.join()
+            self.stream.join()
         # gloo's works keep its connections open: a forked loader worker would close them, and hang
         self._messages, self._partial_sums, self._sums = [], [], []
         return is_finite

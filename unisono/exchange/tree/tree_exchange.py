@@ -169,7 +169,7 @@ class TreeExchange(BucketedExchange):
     def close(self) -> None:
         super().close()
         if self.transport is not None:
-            self.transport.join()
+            self.transport.stream.join()  # before memory that it uses is released
         # release the memory of gradients now, not when the garbage collector runs
         self._fold.held.clear()
         self._merges, self._roots, self.transport = [], None, None

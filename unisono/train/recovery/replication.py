@@ -25,8 +25,9 @@ class Replication(Extension):
     def settle(self) -> None:
         self.replica.settle()
 
-    def failed(self, error: Exception) -> None:
-        dump_replicas(self.context, self.replica, error)
+    def ended(self, error: Exception | None) -> None:
+        if error is not None:
+            dump_replicas(self.context, self.replica, error)
 
 
 def build_replication(context: RunContext) -> list[Extension]:

@@ -24,6 +24,7 @@ def save_checkpoint(
     if not context.loop.saves:
         return
     context.loop.refresh(states=True)
+    context.monitor.event({"checkpoint": context.progress.steps_done})  # writes all steps that no resume repeats
     models, progress = context.models, context.progress
     for attempt in context.collective.attempts(CHECKPOINT):
         with attempt:

@@ -1,0 +1,60 @@
+"""Record numbers in `RUN/metrics.csv`: a row for each number, in the long form that spreadsheets and pandas read.
+
+step,time,name,value
+12,1760000000.123,loss,2.3
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from unisono.trackers.tracker import TrackedRun
+
+HEADER = ("step", "time", "name", "value")
+
+
+class CsvFile:
+    """Append to metrics.csv. All rows of a step are one write, so a kill does not divide them."""
+
+    def start(self, run: TrackedRun) -> int:
+        self._file: Any = (run.dir / "metrics.csv").open("a+b", buffering=0)
+        last, whole = _last_whole_step(self._file)
+        self._file.truncate(whole)
+        if not whole:
+            self._write([HEADER])
+        return last
+
+    def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        self._write([(step, f"{time:.3f}", name, value) for name, value in numbers.items()])
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        self._file.close()
+
+    def _write(self, rows: Iterable[Iterable[Any]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        self._file.write(text.getvalue().encode())
+
+
+def _last_whole_step(file: Any) -> tuple[int, int]:
+    """Return the last step whose rows are all there, and the number of bytes up to its end.
+
+    A crash of the machine, or a full disk, may have cut off the last line. Its step is dropped then.
+    """
+    file.seek(0)
+    before, whole, step, end = -1, 0, -1, 0  # the step before the last one and its end; the last one and its end
+    for line in file.read().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            return before, whole
+        head = line.partition(b",")[0]
+        number = int(head) if head.isdigit() else -1
+        if number != step:
+            before, whole, step = step, end, number
+        end += len(line)
+    return step, end
