@@ -104,7 +104,7 @@ def test_a_process_holds_its_part_and_a_layer_while_placing(name: str, tmp_path:
 
 def assert_small(ranks: list[tuple[float, str]], whole: float) -> None:
     for peak, _ in ranks:
-        assert peak < whole / 2 + LAYER + 48, f"{peak:.0f} MB for half of {whole:.0f} MB"
+        assert peak < whole / 2 + LAYER + 64, f"{peak:.0f} MB for half of {whole:.0f} MB"
 
 
 @pytest.mark.slow
