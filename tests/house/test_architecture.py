@@ -35,7 +35,6 @@ LARGE_CLASSES = {
     "unisono.launcher.supervisor._Supervisor": (16, 24),
     "unisono.local_sgd.sites.LocalSGD": (16, 21),
     "unisono.monitor.progress.Progress": (18, 14),
-    "unisono.monitor.step_monitor.StepMonitor": (16, 9),
     "unisono.param_server.async_server.FirstServer": (19, 18),
     "unisono.train.balance.rebalance.Rebalancer": (16, 8),
     "unisono.train.batches.batch_source.BatchSource": (16, 20),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
 from unisono.config import LoaderSettings, Settings
 from unisono.environment import World
+from unisono.monitor import timeline
 from unisono.testing import close_run, run_ranks, run_result
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -202,8 +202,8 @@ def log_values(run: Run[Any]) -> Any:
 
     train(run, after=after)
     close_run(run)
-    lines = [json.loads(line) for line in (run.dir / "timeline" / f"rank-{run.rank}.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if "step" in line]  # the others are events
+    lines = list(timeline.read(run.dir / "timeline" / f"rank-{run.rank}.jsonl"))
+    lines = [line for line in lines if "seconds" in line]  # the others are events
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line["log"]["again"] for line in lines] == [line["loss"] for line in lines]
     names = ("a", "tensor", "small", "word", "again", "loss")

@@ -36,14 +36,32 @@ def test_each_step_has_a_line(path: Path) -> None:
     line.close()
     line.close()
     assert [json.loads(text) for text in path.read_text().splitlines()] == [
-        {"step": 0, "t": 1_760_000_000.0, "seconds": {"data": 0.25, "forward": 0.000123}, "loss": 2.5},
+        {"step": 0, "t": 1_760_000_000.0, "us": [0, 250_000, 123], "loss": 2.5},
         {
             "step": 1,
             "t": 1_760_000_001.5,
-            "seconds": {},
+            "us": [],
             "log": {"lr": 3e-4, "name": 'a "quoted" ö', "flag": True, "none": None},
         },
     ]
+    assert [entry["seconds"] for entry in timeline.read(path)] == [{"data": 0.25, "forward": 0.000123}, {}]
+
+
+def test_further_fields_of_a_line(path: Path) -> None:
+    line = Timeline(path, now=Hands())
+    line.step(7, {"other": 0.5}, 1.0, steps=3, wait=0.25, more={"samples": 24, "lr": 0.1})
+    line.close()
+    (entry,) = timeline.read(path)
+    assert entry == {
+        "step": 7,
+        "t": 1_760_000_000.0,
+        "seconds": {"other": 0.5},
+        "n": 3,
+        "wait": 0.25,
+        "loss": 1.0,
+        "samples": 24,
+        "lr": 0.1,
+    }
 
 
 def test_numbers_that_are_not_finite_are_strings(path: Path) -> None:
@@ -85,17 +103,19 @@ def test_a_resumed_run_appends_to_the_file(path: Path) -> None:
     second.resumed(1)
     second.step(1, {})
     second.close()
-    seen = [entry.get("step", entry) for entry in timeline.read(path)]
-    assert seen == [0, 1, {"resumed_at": 1}, 1]
+    seen = [entry.get("step", entry.get("resumed_at")) for entry in timeline.read(path)]
+    assert seen == [0, 1, 1, 1]
+    assert list(timeline.read(path))[2].keys() == {"t", "resumed_at"}
 
 
 def test_a_line_that_was_cut_off_is_skipped(path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b'{"step": 0, "t": 1.0, "seconds": {}}\n{"step": 1, "t": 1')
-    line = Timeline(path)
+    line = Timeline(path, now=Hands())
     line.resumed(1)
     line.close()
-    assert list(timeline.read(path)) == [{"step": 0, "t": 1.0, "seconds": {}}, {"resumed_at": 1}]
+    whole = {"step": 0, "t": 1.0, "seconds": {}}
+    assert list(timeline.read(path)) == [whole, {"t": 1_760_000_000.0, "resumed_at": 1}]
 
 
 def test_invalid_lines_are_skipped(path: Path) -> None:
@@ -139,7 +159,7 @@ def test_a_disk_that_fills_up_keeps_what_was_written(path: Path, monkeypatch: py
     hands = Hands()
     notes: list[str] = []
     line = Timeline(path, notes.append, now=hands)
-    room = [100]
+    room = [60]
     really = os.write
 
     def write(file: int, data: bytes) -> int:
@@ -155,7 +175,7 @@ def test_a_disk_that_fills_up_keeps_what_was_written(path: Path, monkeypatch: py
         line.step(step, {"data": 0.1})
     line.close()
     assert len(notes) == 1
-    assert path.stat().st_size == 100
+    assert path.stat().st_size == 60
     assert [entry["step"] for entry in timeline.read(path)] == [0]
 
 

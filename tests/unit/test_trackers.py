@@ -90,11 +90,11 @@ print(found.Tensors("settings")[0].tensor_proto.string_val[0].decode())
 
 def test_lines_of_a_timeline() -> None:
     lines = [
-        b'{"step": 3, "t": 7.5, "seconds": {}, "loss": "nan", "log": {"lr": 0.1, "text": "x", "flag": true}}',
+        b'{"step": 3, "t": 7.5, "us": [], "loss": "nan", "log": {"lr": 0.1, "text": "x", "flag": true}}',
         b'{"resumed_at": 3}',
         b'{"step": 4, "t": 8.5, "sec',
         b"",
-        b'{"step": 5, "t": 9.5, "seconds": {}}',
+        b'{"step": 5, "t": 9.5, "us": []}',
     ]
     (first, last) = steps_in(lines)
     assert str(first) == "(3, 7.5, {'loss': nan, 'lr': 0.1, 'flag': 1.0})"

@@ -326,7 +326,7 @@ class ProcessGroup:
         staged = mine.to(self.comm_device)
         out = staged.new_empty(sum(receive_sizes))
         work = dist.all_to_all_single(out, staged, receive_sizes, send_sizes, group=self.handle, async_op=True)
-        self._wrap(work).wait()
+        wait_for([self._wrap(work)])
         return out.to(mine.device)
 
     def deterministic_all_reduce(self, flat: torch.Tensor) -> torch.Tensor:
@@ -341,19 +341,19 @@ class ProcessGroup:
         total, *others = self.all_to_all(padded, [chunk] * self.size, [chunk] * self.size).view(self.size, chunk)
         for other in others:
             total += other
-        self.all_gather(padded, total).wait()
+        wait_for([self.all_gather(padded, total)])
         return padded[: len(flat)]
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all processes in place. Exact if each element is nonzero on one process only."""
         if self.size > 1:
-            self.all_reduce(tensor).wait()
+            wait_for([self.all_reduce(tensor)])
         return tensor
 
     def max_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take the maximum over all processes in place."""
         if self.size > 1:
-            self.all_reduce(tensor, largest=True).wait()
+            wait_for([self.all_reduce(tensor, largest=True)])
         return tensor
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -368,7 +368,7 @@ class ProcessGroup:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = torch.empty(self.size * longest, dtype=torch.uint8, device=self.comm_device)
-        self.all_gather(gathered, padded.to(self.comm_device)).wait()
+        wait_for([self.all_gather(gathered, padded.to(self.comm_device))])
         rows = gathered.cpu().view(self.size, longest)
         return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, sizes.tolist(), strict=True)]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -11,7 +13,8 @@ from unisono.monitor import console
 from unisono.monitor.loss_spikes import LossSpikes
 from unisono.monitor.phase_clock import PhaseClock
 from unisono.monitor.progress import Progress, ProgressAwareStdout
-from unisono.monitor.timeline import Timeline
+from unisono.monitor.timeline import NOTHING, Timeline
+from unisono.phases import CommWait
 
 LINE_SECONDS = 0.02
 """Steps that are faster share a line of the timeline: number and loss of the last one, the seconds of all."""
@@ -22,9 +25,29 @@ class StepResult(Protocol):
 
     number: int
     samples: int
+    grad_norm: float | None
 
     @property
     def loss(self) -> float: ...
+
+    @property
+    def weight(self) -> float: ...
+
+
+@dataclass(slots=True)
+class Unwritten:
+    """The steps since the last line of the timeline: their sums, and what the loop logged.
+
+    waited  CommWait.seconds at the last line
+    due     the time from which on the next line is written
+    """
+
+    waited: float = 0.0
+    due: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    weight: float = 0.0
+    logged: dict[str, Any] = field(default_factory=dict)
 
 
 class StepMonitor:
@@ -50,13 +73,30 @@ class StepMonitor:
         self._live, self._columns, self._color = live, columns, color
         self._progress: Progress | None = None
         self._timeline: Timeline | None = None
-        self._logged: dict[str, Any] = {}
         self._last: StepResult | None = None
-        self._samples = 0  # of the steps since the last line
-        self._line_at = 0.0
+        self._new = Unwritten()
+        self._learning_rate: Callable[[], float | None] = lambda: None
 
-    def begin(self, total_steps: int, first_step: int, samples_seen: int, *, resumed: bool) -> None:
-        """Begin at `first_step`. `samples_seen` counts the samples of the steps before it."""
+    def begin(
+        self,
+        total_steps: int,
+        first_step: int,
+        samples_seen: int,
+        *,
+        resumed: bool,
+        learning_rate: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """Begin at `first_step`.
+
+        Args:
+            total_steps: The number of steps of the whole run.
+            first_step: The next step.
+            samples_seen: The number of samples of the steps before it.
+            resumed: The run was resumed.
+            learning_rate: Returns the present learning rate.
+        """
+        self._learning_rate = learning_rate
+        self._new.waited = CommWait.seconds
         self._timeline = Timeline(self.timeline_path, note=self.note)
         if resumed:
             self._timeline.resumed(first_step)
@@ -87,21 +127,25 @@ class StepMonitor:
     def step(self, step: StepResult) -> None:
         """Receive a finished step. Quick steps share a line, so that observing them costs little."""
         self._last = step
-        self._samples += step.samples
+        new = self._new
+        new.steps += 1
+        new.samples += step.samples
+        new.weight += step.weight
         if self._progress is not None and (typical := self._spikes.observe(step.loss)) is not None:
             fact = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
             self.note(f"{fact} Look at it: unisono replay {self.typed} --step {step.number}")
-        if self._logged or time.perf_counter() > self._line_at:
+            self.event({"event": "spike", "step": step.number, "loss": step.loss, "typical": typical})
+        if self._new.steps and (self._new.logged or time.perf_counter() > self._new.due):
             self._write(step)
 
     def log(self, values: dict[str, Any]) -> None:
         """Add logged values to the step under way."""
-        self._logged.update(values)
+        self._new.logged.update(values)
 
     def event(self, values: dict[str, Any]) -> None:
         """Write a rare event as a line of its own into the timeline, after all steps until now."""
         if self._timeline is not None:
-            if self._samples and self._last is not None:
+            if self._new.steps and self._last is not None:
                 self._write(self._last)
             self._timeline.event(values)
 
@@ -115,7 +159,7 @@ class StepMonitor:
     def close(self) -> None:
         """Write the last progress line, and close the timeline."""
         self.clock.stop()
-        if self._samples and self._last is not None:
+        if self._new.steps and self._last is not None:
             self._write(self._last)
         if self._progress is not None:
             if isinstance(sys.stdout, ProgressAwareStdout):
@@ -128,9 +172,28 @@ class StepMonitor:
 
     def _write(self, step: StepResult) -> None:
         assert self._timeline is not None
-        loss, logged = step.loss, self._logged or None
-        self._timeline.step(step.number, self.clock.lap(), loss, logged)
+        new, self._new = self._new, Unwritten(CommWait.seconds)
+        loss, logged = step.loss, new.logged or None
+        self._timeline.step(
+            step.number,
+            self.clock.lap(),
+            loss,
+            logged,
+            steps=new.steps,
+            wait=self._new.waited - new.waited,
+            more=self._of_run(step, new) if self._rank == 0 else NOTHING,
+        )
         if self._progress is not None:
-            self._progress.update(step.number + 1, loss, self._samples, self.clock, logged)
-        self._samples, self._logged = 0, {}
-        self._line_at = time.perf_counter() + LINE_SECONDS
+            self._progress.update(step.number + 1, loss, new.samples, self.clock, logged)
+        self._new.due = time.perf_counter() + LINE_SECONDS
+
+    def _of_run(self, step: StepResult, new: Unwritten) -> dict[str, float]:
+        """Return the fields of a line that are the same on all processes, and only in the main one's timeline."""
+        values: dict[str, float] = {"samples": new.samples}
+        if new.weight != new.samples:
+            values["weight"] = new.weight
+        if (rate := self._learning_rate()) is not None:
+            values["lr"] = rate
+        if step.grad_norm is not None:
+            values["grad_norm"] = step.grad_norm
+        return values

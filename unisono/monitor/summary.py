@@ -257,7 +257,7 @@ def steps_done(run_dir: Path) -> int | None:
         entries = list(timeline.read(run_dir / "timeline" / "rank-0.jsonl", last_bytes=_TAIL_BYTES))
     except OSError:
         return None
-    return next((entry["step"] + 1 for entry in reversed(entries) if "step" in entry), None)
+    return next((entry["step"] + 1 for entry in reversed(entries) if "seconds" in entry), None)
 
 
 def _workers(run_dir: Path) -> int:

@@ -86,7 +86,7 @@ def steps_in(lines: Sequence[bytes]) -> Iterator[tuple[int, float, dict[str, flo
     for line in lines:
         try:
             entry = json.loads(line)
-            step, time = int(entry["step"]), float(entry["t"])
+            step, time, _ = int(entry["step"]), float(entry["t"]), entry["us"]
         except (ValueError, KeyError, TypeError):
             continue  # an event, or a line that a crash has cut off
         numbers = {"loss": entry["loss"]} if "loss" in entry else {}

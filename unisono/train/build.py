@@ -33,6 +33,7 @@ from unisono.train.guarantees.deterministic_kernels import describe_kernels
 from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
 from unisono.train.loop import SyncLoop
+from unisono.train.recording.event_recorder import EventRecorder
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
@@ -277,6 +278,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
         promise = context.progress.exchange[0] if context.progress.exchange is not None else ""
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
+    found.append(EventRecorder(context, parts))
     found += build_usage(context.device, context.monitor)
     found += build_tracking(context)
     if context.inspection is not None:

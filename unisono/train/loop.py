@@ -126,7 +126,13 @@ class SyncLoop:
             {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.begin()
         ]
         seen = parts.checks.order.samples(progress.steps_done)
-        context.monitor.begin(progress.last, progress.steps_done, seen, resumed=progress.resumed_at > 0)
+        context.monitor.begin(
+            progress.last,
+            progress.steps_done,
+            seen,
+            resumed=progress.resumed_at > 0,
+            learning_rate=progress.learning_rate,
+        )
         progress.began = time.perf_counter()
 
     def end(self, parts: StepParts) -> None:

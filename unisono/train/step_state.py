@@ -71,6 +71,11 @@ class StepState:
         return total / weight
 
     @property
+    def weight(self) -> float:
+        """The total weight of the step over all processes. Its gradient must be complete."""
+        return self.sums[LOSS][1]
+
+    @property
     def is_half_done(self) -> bool:
         """Whether the step has begun, and its update is not done."""
         return self.stage not in ("new", "updated")

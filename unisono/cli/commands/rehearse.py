@@ -255,8 +255,9 @@ class Rehearsal(Verification):
         return result
 
     def _lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines of all timelines that are steps."""
         for path in sorted((self._run_dir(name) / "timeline").glob("rank-*.jsonl")):
-            yield from read_timeline(path)
+            yield from (line for line in read_timeline(path) if "seconds" in line)
 
     def _longest_step(self) -> float:
         """Return the seconds of the longest step. The first step, which has a timeout of its own, does not count."""

@@ -183,7 +183,7 @@ class Replay(Verification):
         assert path is not None
         file = path / "timeline" / "rank-0.jsonl"
         for entry in timeline.read(file) if file.is_file() else ():
-            if entry.get("step") == self.step and "loss" in entry:
+            if entry.get("step") == self.step and "loss" in entry and "seconds" in entry:
                 found = float(entry["loss"])
         return found
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from unisono.plan.batch_order import BatchOrder
 from unisono.train.step_state import StepState
 
@@ -65,6 +67,16 @@ class Progress:
         if self.step is None or self.step.stage == "new":
             return self.steps_done
         return self.step.number + 1
+
+    def learning_rate(self) -> float | None:
+        """Return the learning rate of the first parameter group; None if it is on an accelerator or unknown."""
+        for stepper in self.steppers:
+            for group in getattr(stepper, "param_groups", ()):
+                rate = group.get("lr")
+                if isinstance(rate, torch.Tensor):
+                    return float(rate) if rate.device.type == "cpu" else None
+                return None if rate is None else float(rate)
+        return None
 
     def refuse_within_round(self, verb: str) -> None:
         """Raise LoopError if a micro-batch is under way. All processes call `verb` together."""
