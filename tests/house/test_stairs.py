@@ -31,6 +31,7 @@ STEPS = {
     "exchange": 5,
     "checkpoint": 5,
     "monitor": 5,
+    "report": 6,
     "train": 6,
     "local_sgd": 7,
     "param_server": 7,

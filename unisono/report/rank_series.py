@@ -1,0 +1,242 @@
+"""Read the timeline of a rank as columns: a row for each line, or for each block of lines in a long timeline.
+
+A timeline of 1,000,000 steps is read from its blocks (monitor/timeline_blocks.py) in about 60 ms. Lines that no block
+covers are read from the timeline itself. A reader keeps its place, so the page of a running job reads only new lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.monitor.timeline import decode
+from unisono.monitor.timeline_blocks import read_blocks
+from unisono.phases import PHASES
+
+WHOLE_BYTES = 4 << 20
+"""Largest timeline that is read line by line; about 35,000 lines."""
+
+Floats = npt.NDArray[np.float64]
+Range = tuple[float, float, float]
+"""Least, greatest and last value."""
+
+NAN = float("nan")
+NO_RANGE: Range = (NAN, NAN, NAN)
+
+
+class Row(NamedTuple):
+    """Consecutive steps of a rank: those of a line, or of a block of lines.
+
+    Attributes:
+        first: The first step, and `last`, the last one.
+        steps: The number of steps.
+        time: The end of the last step, in seconds since 1970.
+        seconds: In each phase, in the order of `phases.PHASES`.
+        wait: Seconds of waiting for messages.
+        longest: Seconds of the longest step, of several steps in a line their mean.
+        samples: Samples of these steps over all processes; nan: unknown.
+        weight: Their weight; nan: that is the number of samples.
+        values: The ranges of loss, lr and grad_norm, and of logged values ("log.NAME").
+    """
+
+    first: int
+    last: int
+    steps: int
+    time: float
+    seconds: tuple[float, ...]
+    wait: float
+    longest: float
+    samples: float
+    weight: float
+    values: Mapping[str, Range]
+
+
+class RankSeries:
+    """The timeline of a rank.
+
+    Args:
+        path: The timeline, `RUN/timeline/rank-N.jsonl`.
+        rank: The rank.
+
+    Attributes:
+        rows: In the order of steps. After a resume, steps that were computed again are there once.
+        events: The lines that are no steps, in the order of the file.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank = path, rank
+        self.rows: list[Row] = []
+        self.events: list[dict[str, Any]] = []
+        self._at = 0  # bytes that were read
+        self._sources: list[tuple[int, int]] = []  # the bytes of each row
+
+    def read(self) -> bool:
+        """Read what is new. Return whether there was anything."""
+        try:
+            size = self.path.stat().st_size
+        except OSError:
+            return False
+        if size <= self._at:
+            return False
+        if size - self._at > WHOLE_BYTES:
+            for block in read_blocks(self.path.with_suffix(".blocks")):
+                start, end = block["bytes"]
+                if start < self._at or end > size:
+                    continue
+                self._read_lines(self._at, start)
+                for event in block.get("events", ()):
+                    self._add_event(event)
+                self._add(_row_of_block(block), (start, end))
+                self._at = end
+        self._read_lines(self._at, size)
+        return True
+
+    def _read_lines(self, start: int, end: int) -> None:
+        """Add the lines in these bytes of the timeline. A line that has no end yet is left for later."""
+        if end <= start:
+            return
+        with self.path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        whole = data.rfind(b"\n") + 1
+        at = start
+        for line in data[:whole].splitlines(keepends=True):
+            entry = decode(line)
+            if entry is None:
+                pass
+            elif "seconds" in entry:
+                self._add(_row_of_line(entry), (at, at + len(line)))
+            else:
+                self._add_event(entry)
+            at += len(line)
+        self._at = start + whole
+
+    def _add(self, row: Row | None, source: tuple[int, int]) -> None:
+        if row is not None:
+            self.rows.append(row)
+            self._sources.append(source)
+
+    def _add_event(self, event: Mapping[str, Any]) -> None:
+        """Add an event. After a resume, drop the steps that are computed again."""
+        self.events.append(dict(event))
+        again = event.get("resumed_at")
+        if not isinstance(again, int):
+            return
+        while self.rows and self.rows[-1].last >= again:
+            row, (start, end) = self.rows.pop(), self._sources.pop()
+            if row.first < again and row.steps > 1:  # a block, a part of which stays
+                with self.path.open("rb") as file:
+                    file.seek(start)
+                    lines = file.read(end - start).splitlines()
+                entries = [entry for entry in map(decode, lines) if entry is not None and "seconds" in entry]
+                for entry in entries:
+                    if entry["step"] < again:
+                        self._add(_row_of_line(entry), (start, start))
+                return
+
+    def columns(self) -> RankColumns:
+        """Return the rows as arrays."""
+        rows = self.rows
+        names = dict.fromkeys(name for row in rows for name in row.values)
+        return RankColumns(
+            rank=self.rank,
+            first=_array(row.first for row in rows),
+            last=_array(row.last for row in rows),
+            steps=_array(row.steps for row in rows),
+            time=_array(row.time for row in rows),
+            seconds=np.array([row.seconds for row in rows], dtype=np.float64).reshape(len(rows), len(PHASES)),
+            wait=_array(row.wait for row in rows),
+            longest=_array(row.longest for row in rows),
+            samples=_array(row.samples for row in rows),
+            weight=_array(row.weight for row in rows),
+            values={
+                name: np.array([row.values.get(name, NO_RANGE) for row in rows], dtype=np.float64) for name in names
+            },
+        )
+
+
+class RankColumns(NamedTuple):
+    """The rows of a rank as arrays: [rows], `seconds` [rows, phases], and each of `values` [rows, 3]."""
+
+    rank: int
+    first: Floats
+    last: Floats
+    steps: Floats
+    time: Floats
+    seconds: Floats
+    wait: Floats
+    longest: Floats
+    samples: Floats
+    weight: Floats
+    values: Mapping[str, Floats]
+
+
+def _array(values: Iterator[float]) -> Floats:
+    return np.fromiter(values, dtype=np.float64)
+
+
+def _row_of_line(entry: Mapping[str, Any]) -> Row | None:
+    """Return the row of a step's line; None if it is damaged."""
+    try:
+        spent = entry["seconds"]
+        seconds = tuple(float(spent.get(phase, 0.0)) for phase in PHASES)
+        count, step = int(entry.get("n", 1)), int(entry["step"])
+        values = {
+            name: (number, number, number)
+            for name in ("loss", "lr", "grad_norm")
+            if (number := as_number(entry.get(name))) is not None
+        }
+        for name, value in entry.get("log", {}).items():
+            if (number := as_number(value)) is not None:
+                values[f"log.{name}"] = (number, number, number)
+        return Row(
+            step - count + 1,
+            step,
+            count,
+            float(entry["t"]),
+            seconds,
+            float(entry.get("wait", 0.0)),
+            sum(seconds) / count,
+            float(entry.get("samples", NAN)),
+            float(entry.get("weight", NAN)),
+            values,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _row_of_block(block: Mapping[str, Any]) -> Row | None:
+    """Return the row of a block; None if it is damaged."""
+    try:
+        first, last = block["steps"]
+        spent: Sequence[float] = block["us"]
+        named = {name: block[name] for name in ("loss", "lr", "grad_norm") if name in block}
+        named |= {f"log.{name}": value for name, value in block.get("log", {}).items()}
+        return Row(
+            int(first),
+            int(last),
+            int(block["n"]),
+            float(block["t"][1]),
+            tuple(us / 1e6 for us, _ in zip_longest(spent, PHASES, fillvalue=0.0)),
+            block["wait"] / 1e6,
+            block["longest"] / 1e6,
+            float(block.get("samples", NAN)),
+            float(block.get("weight", NAN)),
+            {name: (float(low), float(high), float(end)) for name, (low, high, end) in named.items()},
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a number of a timeline, in which NaN and infinity are strings; None if it is no number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):
+        return float(value)
+    return None

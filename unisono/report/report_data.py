@@ -1,0 +1,218 @@
+"""The numbers behind a report, as one JSON object: what the page draws and `unisono report --json` prints."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.phases import PHASES
+from unisono.report.step_buckets import (
+    BUCKETS,
+    RankBuckets,
+    divide,
+    rank_buckets,
+    sum_buckets,
+    value_buckets,
+)
+from unisono.report.rank_series import Floats, RankColumns
+from unisono.report.run_files import RunFiles
+
+NAMES = 40
+"""Logged names that are drawn; --json and trackers have the others."""
+CELLS = 200
+"""Columns of the map of ranks over time."""
+EVENTS = 400
+"""Events that are shown; if there are more, rare kinds stay."""
+
+
+def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
+    """Return the numbers of a run.
+
+    Keys: `name`, `path`, `state`, `result`, `environment`, `settings` (name, value, source), `logs`, `events`, `hosts`,
+    and, if the run has steps:
+
+        steps, time   the last step of each bucket, and seconds from the first step to its end
+        values        {name: {"low": [...], "high": [...], "last": [...]}} of loss, lr, grad_norm and log.NAME
+        phases        {phase: mean seconds of a step, over all ranks}; wait: of them in waiting for messages
+        ranks         fastest, median, slowest: seconds of a step without waiting; slowest_rank; longest step
+        rate          samples and weight in a second
+        table         a row for each rank: host, device, seconds by phase, waiting, own seconds of a step
+        map           own seconds of each rank over time, as bytes (0: fastest, 255: slowest), base64
+        assignments   [step, rank, first virtual rank, last + 1]
+    """
+    columns = {rank: series.columns() for rank, series in files.ranks.items() if series.rows}
+    data: dict[str, Any] = {
+        "name": files.path.resolve().name,
+        "path": str(files.path),
+        "state": files.state,
+        "result": files.result,
+        "environment": files.environment,
+        "settings": [[name, *setting] for name, setting in files.settings.items()],
+        "logs": files.logs,
+        "events": events_of(files),
+        "hosts": {host: _samples(samples, most // 2) for host, samples in files.hosts.items()},
+    }
+    if columns:
+        data |= _series(files, columns, most)
+    return data
+
+
+def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> dict[str, Any]:
+    main = columns[main_rank(columns)]
+    buckets = divide(main, most)
+    ranks = {rank: rank_buckets(each, buckets) for rank, each in columns.items()}
+    began = float(main.time[0] - main.seconds[0].sum())
+    mean = _nan_mean([each.seconds for each in ranks.values()])
+    time = ranks[main.rank].time
+    elapsed = np.diff(time, prepend=began)
+    samples = sum_buckets(main, main.samples, buckets)
+    weight = sum_buckets(main, np.where(np.isnan(main.weight), main.samples, main.weight), buckets)
+    names = [name for name in main.values if name != "log.loss" or "loss" not in main.values][: NAMES + 3]
+    return {
+        "began": began,
+        "steps": buckets.last,
+        "time": numbers(time - began),
+        "values": {
+            name: dict(zip(("low", "high", "last"), map(numbers, value_buckets(main, name, buckets)), strict=True))
+            for name in names
+        },
+        "phases": {phase: numbers(mean[:, i]) for i, phase in enumerate(PHASES) if np.nansum(mean[:, i]) > 0},
+        "wait": numbers(_nan_mean([each.wait for each in ranks.values()])),
+        "ranks": _rank_curves(ranks),
+        "rate": {
+            "samples": numbers(_rate(samples, elapsed)),
+            **({"weight": numbers(_rate(weight, elapsed))} if not np.array_equal(samples, weight) else {}),
+        },
+        "table": [_rank_row(files, columns[rank]) for rank in columns],
+        "map": _map(ranks),
+        "assignments": assignments_of(files),
+    }
+
+
+def main_rank(columns: Mapping[int, RankColumns]) -> int:
+    """Return the rank whose timeline has the numbers of the run: the one that came farthest, the lowest of several."""
+    farthest = max(float(each.last[-1]) for each in columns.values())
+    for rank, each in columns.items():
+        if float(each.last[-1]) == farthest and not np.isnan(each.samples[-1]):
+            return rank
+    return next(iter(columns))
+
+
+def _rank_curves(ranks: Mapping[int, RankBuckets]) -> dict[str, Any]:
+    own = np.stack([each.own for each in ranks.values()])
+    numbers_of_ranks = list(ranks)
+    known = np.logical_not(np.isnan(own).all(0))
+    filled = np.where(np.isnan(own), -1.0, own)
+    slowest = [
+        numbers_of_ranks[i] if ok else None for i, ok in zip(filled.argmax(0).tolist(), known.tolist(), strict=True)
+    ]
+    with np.errstate(all="ignore"):
+        return {
+            "fastest": numbers(np.where(known, np.nanmin(np.where(known, own, 0.0), 0), np.nan)),
+            "median": numbers(np.where(known, np.nanmedian(np.where(known, own, 0.0), 0), np.nan)),
+            "slowest": numbers(np.where(known, filled.max(0), np.nan)),
+            "slowest_rank": slowest,
+            "longest": numbers(np.nan_to_num(np.stack([each.longest for each in ranks.values()]), nan=0.0).max(0)),
+        }
+
+
+def _rank_row(files: RunFiles, columns: RankColumns) -> dict[str, Any]:
+    steps, spent = float(columns.steps.sum()), columns.seconds.sum(0)
+    started = [event for event in files.ranks[columns.rank].events if event.get("event") == "start"]
+    start = started[-1] if started else {}
+    others = spent[PHASES.index("checkpoint")] + spent[PHASES.index("evaluate")]
+    return {
+        "rank": columns.rank,
+        "host": start.get("host", ""),
+        "device": start.get("device", ""),
+        "threads": start.get("threads"),
+        "steps": int(steps),
+        "seconds": {phase: _rounded(float(s)) for phase, s in zip(PHASES, spent, strict=True) if s},
+        "wait": _rounded(float(columns.wait.sum())),
+        "own": _rounded(max(0.0, float(spent.sum() - columns.wait.sum() - others)) / max(steps, 1)),
+        "last_step": int(columns.last[-1]),
+    }
+
+
+def _map(ranks: Mapping[int, RankBuckets]) -> dict[str, Any]:
+    own = np.stack([each.own for each in ranks.values()])
+    if own.shape[1] > CELLS:
+        own = np.stack([_nan_mean(list(part.T)) for part in np.array_split(own, CELLS, 1)], 1)
+    low, high = float(np.nanmin(own)), float(np.nanmax(own))
+    scaled = np.nan_to_num((own - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
+    return {
+        "ranks": list(ranks),
+        "columns": own.shape[1],
+        "low": _rounded(low),
+        "high": _rounded(high),
+        "cells": base64.b64encode(scaled.tobytes()).decode(),
+    }
+
+
+def assignments_of(files: RunFiles) -> list[list[int]]:
+    """Return the virtual ranks of each process over time: [step, rank, first, last + 1], by step."""
+    found = []
+    for rank, series in files.ranks.items():
+        for event in series.events:
+            if event.get("event") == "assignment":
+                found.append([int(event["step"]), rank, *map(int, event["virtual_ranks"])])
+    return sorted(found)
+
+
+def events_of(files: RunFiles) -> list[dict[str, Any]]:
+    """Return the events of the run by time. An event that several ranks report is there once."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for rank, series in files.ranks.items():
+        for event in series.events:
+            kind, step = _kind(event)
+            if kind in ("start", "assignment", "device", ""):
+                continue
+            details = {name: value for name, value in event.items() if name not in ("t", "event", "step")}
+            key = (kind, step, str(details.get("ranks", "")))
+            if key not in found:
+                found[key] = {"kind": kind, "step": step, "t": event.get("t"), "rank": rank, **details}
+    events = sorted(found.values(), key=lambda event: (event["step"], event["t"] or 0.0))
+    if len(events) > EVENTS:
+        common = [event for event in events if event["kind"] == "checkpoint"]
+        kept = {id(event) for event in common[:: max(1, -(-len(common) // (EVENTS // 2)))]}
+        events = [event for event in events if event["kind"] != "checkpoint" or id(event) in kept][:EVENTS]
+    return events
+
+
+def _kind(event: Mapping[str, Any]) -> tuple[str, int]:
+    if "event" in event:
+        return str(event["event"]), int(event.get("step", 0))
+    for name in ("checkpoint", "resumed_at"):
+        if name in event:
+            return {"resumed_at": "resume"}.get(name, name), int(event[name])
+    return ("promise", int(event.get("step", 0))) if "promise" in event else ("", 0)
+
+
+def _samples(samples: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
+    """Return at most `most` samples of a host, evenly."""
+    return list(samples[:: max(1, -(-len(samples) // most))])
+
+
+def _nan_mean(arrays: Iterable[Floats]) -> Floats:
+    stacked = np.stack(list(arrays))
+    known = ~np.isnan(stacked)
+    with np.errstate(all="ignore"):
+        return np.where(known, stacked, 0.0).sum(0) / known.sum(0)  # nan where nothing is known
+
+
+def _rate(amount: Floats, elapsed: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        return np.where((elapsed > 0) & (amount > 0), amount / elapsed, np.nan)
+
+
+def numbers(values: Iterable[float]) -> list[float | None]:
+    """Return numbers for JSON with five digits; None for what is not finite."""
+    return [_rounded(float(value)) for value in values]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -1,0 +1,165 @@
+"""The files of a run directory, as far as the report needs them. Each may be missing, damaged or half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unisono.errors import Problem, SettingsError
+from unisono.report.rank_series import RankSeries
+
+LOG_BYTES = 16 << 10
+"""Bytes at the end of a log that are read."""
+LOG_LINES = 40
+
+FRESH_SECONDS = 30.0
+"""A run without result.json whose timeline is older has ended without one."""
+
+
+class Setting(NamedTuple):
+    """A setting of a run: its value as text, and its source ("default", "script", "--set", ...)."""
+
+    value: str
+    source: str
+
+
+class RunFiles:
+    """The files of a run.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        SettingsError: it is no run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not is_run(path):
+            raise SettingsError.of([no_run(path)])
+        self.ranks: dict[int, RankSeries] = {}
+
+    def read(self) -> bool:
+        """Read what is new in the timelines. Return whether there was anything."""
+        for file in (self.path / "timeline").glob("rank-*.jsonl"):
+            number = file.stem.removeprefix("rank-")
+            if number.isdecimal() and int(number) not in self.ranks:
+                self.ranks[int(number)] = RankSeries(file, int(number))
+        self.ranks = dict(sorted(self.ranks.items()))
+        return any(list(map(RankSeries.read, self.ranks.values())))
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The content of result.json; {}: there is none yet."""
+        return _json(self.path / "result.json")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The content of environment.json."""
+        return _json(self.path / "environment.json")
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The settings by name, each with its source."""
+        try:
+            text = (self.path / "settings.toml").read_text(encoding="utf-8")
+            values = dict(_flat(tomllib.loads(text)))
+        except (OSError, ValueError):
+            return {}
+        sources = {}
+        for line in text.splitlines():
+            name, separator, rest = line.partition(" = ")
+            if separator:
+                sources[name.strip()] = rest.rpartition("# ")[2].strip()
+        return {name: Setting(_shown(value), sources.get(name, "")) for name, value in values.items()}
+
+    @property
+    def logs(self) -> dict[str, list[str]]:
+        """The last lines of every log, by its file name."""
+        found = {}
+        for file in sorted((self.path / "log").glob("*.log"), key=lambda file: (len(file.name), file.name)):
+            try:
+                with file.open("rb") as log:
+                    log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                    data = log.read()
+            except OSError:
+                continue
+            found[file.stem] = data.decode(errors="replace").splitlines()[-LOG_LINES:]
+        return found
+
+    @property
+    def hosts(self) -> dict[str, list[dict[str, Any]]]:
+        """The samples of every host, by its name (`timeline/host-NAME.jsonl`)."""
+        found = {}
+        for file in sorted((self.path / "timeline").glob("host-*.jsonl")):
+            try:
+                lines = file.read_bytes().splitlines()
+            except OSError:
+                continue
+            samples = [sample for line in lines if (sample := _object(line)).get("t")]
+            found[file.stem.removeprefix("host-")] = samples
+        return found
+
+    @property
+    def state(self) -> str:
+        """One of "finished", "stopped" (before its end), "running" and "ended without a result"."""
+        newest = max((_modified(series.path) for series in self.ranks.values()), default=0.0)
+        result_at = _modified(self.path / "result.json")
+        if result_at and result_at >= newest - FRESH_SECONDS:
+            return "stopped" if self.result.get("stopped") else "finished"
+        return "running" if time.time() - newest < FRESH_SECONDS else "ended without a result"
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder is a run directory."""
+    return (path / "timeline").is_dir() or (path / "settings.toml").is_file()
+
+
+def no_run(path: Path) -> Problem:
+    """Return the problem that a path is no run directory."""
+    if not path.exists():
+        return Problem(f"There is no run {path}.", "The folder does not exist.", "ls runs")
+    if path.is_dir():
+        runs = sorted((folder for folder in path.iterdir() if folder.is_dir() and is_run(folder)), key=_modified)
+        if runs:
+            return Problem(f"{path} is not a run directory.", f"It contains {len(runs)} of them.", f"{runs[-1]}")
+    return Problem(f"{path} is not a run directory.", "It has neither settings.toml nor timeline/.", "ls runs")
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return _object(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield before + name, value
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
