@@ -9,8 +9,8 @@ import pytest
 
 from unisono.monitor.timeline import Timeline
 from unisono.report import rank_series
-from unisono.report.step_buckets import divide, rank_buckets, value_buckets
 from unisono.report.rank_series import RankSeries
+from unisono.report.step_buckets import divide, rank_buckets, value_buckets
 
 
 @pytest.fixture

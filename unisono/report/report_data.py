@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from unisono.phases import PHASES
+from unisono.report.rank_series import Floats, RankColumns
+from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import (
     BUCKETS,
     RankBuckets,
@@ -18,8 +20,6 @@ from unisono.report.step_buckets import (
     sum_buckets,
     value_buckets,
 )
-from unisono.report.rank_series import Floats, RankColumns
-from unisono.report.run_files import RunFiles
 
 NAMES = 40
 """Logged names that are drawn; --json and trackers have the others."""
