@@ -9,7 +9,9 @@ Only the training thread changes phases; loader workers and autograd's threads d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 PHASES = ("other", "data", "forward", "backward", "exchange", "update", "checkpoint", "evaluate")
@@ -25,6 +27,31 @@ class CommWait:
     """
 
     seconds = 0.0
+
+
+class GcPause:
+    """Seconds that this process has spent in collections of Python's oldest generation, once `time_gc` was called."""
+
+    seconds = 0.0
+
+
+def time_gc() -> None:
+    """Measure collections of the oldest generation from now on. The others take microseconds, and are ignored."""
+    if _time_collection not in gc.callbacks:
+        gc.callbacks.append(_time_collection)
+
+
+def _time_collection(phase: str, about: Mapping[str, int]) -> None:
+    global _collection_began
+    if about["generation"] < 2:
+        return
+    if phase == "start":
+        _collection_began = time.perf_counter()
+    else:
+        GcPause.seconds += time.perf_counter() - _collection_began
+
+
+_collection_began = 0.0
 
 
 class Position:

@@ -14,7 +14,7 @@ from unisono.monitor.loss_spikes import LossSpikes
 from unisono.monitor.phase_clock import PhaseClock
 from unisono.monitor.progress import Progress, ProgressAwareStdout
 from unisono.monitor.timeline import NOTHING, Timeline
-from unisono.phases import CommWait
+from unisono.phases import CommWait, GcPause, time_gc
 
 LINE_SECONDS = 0.02
 """Steps that are faster share a line of the timeline: number and loss of the last one, the seconds of all."""
@@ -38,11 +38,11 @@ class StepResult(Protocol):
 class Unwritten:
     """The steps since the last line of the timeline: their sums, and what the loop logged.
 
-    waited  CommWait.seconds at the last line
+    before  CommWait.seconds, the thread's running time and GcPause.seconds at the last line
     due     the time from which on the next line is written
     """
 
-    waited: float = 0.0
+    before: tuple[float, float, float] = (0.0, 0.0, 0.0)
     due: float = 0.0
     steps: int = 0
     samples: int = 0
@@ -96,7 +96,8 @@ class StepMonitor:
             learning_rate: Returns the present learning rate.
         """
         self._learning_rate = learning_rate
-        self._new.waited = CommWait.seconds
+        time_gc()
+        self._new.before = _partial_seconds()
         self._timeline = Timeline(self.timeline_path, note=self.note)
         if resumed:
             self._timeline.resumed(first_step)
@@ -172,7 +173,8 @@ class StepMonitor:
 
     def _write(self, step: StepResult) -> None:
         assert self._timeline is not None
-        new, self._new = self._new, Unwritten(CommWait.seconds)
+        new, self._new = self._new, Unwritten(_partial_seconds())
+        wait, cpu, gc = (now - before for now, before in zip(self._new.before, new.before, strict=True))
         loss, logged = step.loss, new.logged or None
         self._timeline.step(
             step.number,
@@ -180,7 +182,9 @@ class StepMonitor:
             loss,
             logged,
             steps=new.steps,
-            wait=self._new.waited - new.waited,
+            wait=wait,
+            cpu=cpu,
+            gc=gc,
             more=self._of_run(step, new) if self._rank == 0 else NOTHING,
         )
         if self._progress is not None:
@@ -197,3 +201,8 @@ class StepMonitor:
         if step.grad_norm is not None:
             values["grad_norm"] = step.grad_norm
         return values
+
+
+def _partial_seconds() -> tuple[float, float, float]:
+    """Return the seconds until now of waiting for messages, of this thread's running, and of garbage collection."""
+    return CommWait.seconds, time.thread_time(), GcPause.seconds

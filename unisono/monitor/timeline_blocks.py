@@ -3,13 +3,13 @@
 A line of JSON sums up LINES lines of the timeline. It names their place in that file, so a reader finds the lines that
 no block covers: those after the last block, and those that were in memory when a process was killed.
 
-    {"bytes":[0,12032],"steps":[0,127],"n":128,"t":[1760000000.1,1760000012.9],"us":[...],"longest":110200,"wait":52000,
+    {"bytes":[0,12032],"steps":[0,127],"n":128,"t":[1760000000.1,1760000012.9],"us":[...],"longest":110200,"wait":52000,"cpu":9100000,"gc":0,
      "loss":[2.1,5.6,2.3],"lr":[0.1,0.1,0.1],"samples":8192,"events":[{"t":1760000003.517,"checkpoint":20}]}
 
     bytes    first byte of the lines in the timeline, and the byte behind the last one
     steps    the first line's step and the last one's; n: the number of steps
     t        the times of the first and the last line, in seconds since 1970
-    us       microseconds in each phase, and wait, as in the timeline
+    us       microseconds in each phase; wait, cpu and gc, as in the timeline
     longest  microseconds of the longest line per step
     loss, lr, grad_norm, log   least, greatest and last value; log: by name
     samples, weight            sums
@@ -41,7 +41,7 @@ class Block:
 
     lines: int = 0
     n: int = 0
-    wait: int = 0
+    partial: dict[str, int] = field(default_factory=dict)
     longest: int = 0
     first: tuple[int, float] = (0, 0.0)
     last: tuple[int, float] = (0, 0.0)
@@ -61,7 +61,7 @@ class Block:
             "t": [round(began, 3), round(ended, 3)],
             "us": self.us,
             "longest": self.longest,
-            "wait": self.wait,
+            **self.partial,
             **self.ranges,
             **self.sums,
         }
@@ -91,7 +91,7 @@ class BlockWriter:
         time: float,
         us: list[int],
         steps: int,
-        wait: int,
+        partial: Mapping[str, int],
         loss: float | None,
         more: Mapping[str, float],
         log: Mapping[str, Any] | None,
@@ -103,16 +103,17 @@ class BlockWriter:
         block.last = step, time
         block.lines += 1
         block.n += steps
-        block.wait += wait
+        for name, value in partial.items():
+            block.partial[name] = block.partial.get(name, 0) + value
         block.us = [a + b for a, b in zip_longest(block.us, us, fillvalue=0)]
         block.longest = max(block.longest, sum(us) // steps)
         if loss is not None:
             extend(block.ranges, "loss", loss)
-        for name, value in more.items():
+        for name, number in more.items():
             if name in SUMS:
-                block.sums[name] = block.sums.get(name, 0.0) + value
+                block.sums[name] = block.sums.get(name, 0.0) + number
             else:
-                extend(block.ranges, name, value)
+                extend(block.ranges, name, number)
         if log:
             for name, value in log.items():
                 if isinstance(value, (int, float)):

@@ -38,6 +38,8 @@ class Row(NamedTuple):
         time: The end of the last step, in seconds since 1970.
         seconds: In each phase, in the order of `phases.PHASES`.
         wait: Seconds of waiting for messages.
+        cpu: Seconds in which the training thread was running.
+        gc: Seconds in collections of Python's oldest generation.
         longest: Seconds of the longest step, of several steps in a line their mean.
         samples: Samples of these steps over all processes; nan: unknown.
         weight: Their weight; nan: that is the number of samples.
@@ -50,6 +52,8 @@ class Row(NamedTuple):
     time: float
     seconds: tuple[float, ...]
     wait: float
+    cpu: float
+    gc: float
     longest: float
     samples: float
     weight: float
@@ -151,6 +155,8 @@ class RankSeries:
             time=_array(row.time for row in rows),
             seconds=np.array([row.seconds for row in rows], dtype=np.float64).reshape(len(rows), len(PHASES)),
             wait=_array(row.wait for row in rows),
+            cpu=_array(row.cpu for row in rows),
+            gc=_array(row.gc for row in rows),
             longest=_array(row.longest for row in rows),
             samples=_array(row.samples for row in rows),
             weight=_array(row.weight for row in rows),
@@ -170,6 +176,8 @@ class RankColumns(NamedTuple):
     time: Floats
     seconds: Floats
     wait: Floats
+    cpu: Floats
+    gc: Floats
     longest: Floats
     samples: Floats
     weight: Floats
@@ -201,6 +209,8 @@ def _row_of_line(entry: Mapping[str, Any]) -> Row | None:
             float(entry["t"]),
             seconds,
             float(entry.get("wait", 0.0)),
+            float(entry.get("cpu", 0.0)),
+            float(entry.get("gc", 0.0)),
             sum(seconds) / count,
             float(entry.get("samples", NAN)),
             float(entry.get("weight", NAN)),
@@ -223,7 +233,9 @@ def _row_of_block(block: Mapping[str, Any]) -> Row | None:
             int(block["n"]),
             float(block["t"][1]),
             tuple(us / 1e6 for us, _ in zip_longest(spent, PHASES, fillvalue=0.0)),
-            block["wait"] / 1e6,
+            block.get("wait", 0) / 1e6,
+            block.get("cpu", 0) / 1e6,
+            block.get("gc", 0) / 1e6,
             block["longest"] / 1e6,
             float(block.get("samples", NAN)),
             float(block.get("weight", NAN)),
