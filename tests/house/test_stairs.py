@@ -21,6 +21,7 @@ STEPS = {
     "config": 2,
     "environment": 2,
     "plan": 2,
+    "machine": 2,
     "phases": 2,
     "tensors": 3,
     "torch_compat": 3,
@@ -42,7 +43,7 @@ STEPS = {
     "notebook": 11,
     "__main__": 12,
 }
-WITHOUT_TORCH = ("errors", "trackers", "config", "environment", "plan", "phases", "launcher")
+WITHOUT_TORCH = ("errors", "trackers", "config", "environment", "plan", "machine", "phases", "launcher")
 WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 
 
