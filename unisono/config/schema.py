@@ -251,6 +251,16 @@ class WatchdogSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MachineSettings:
+    """How the hosts of a run are sampled."""
+
+    every: float = setting(2.0, "seconds between samples of processors, memory, traffic and energy; 0: never", Range(0))
+    watts: float = setting(
+        0.0, "power of a host in watts, to estimate energy where it cannot be measured; 0: no estimate", Range(0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings that every run has. A script's own class inherits from this one."""
 
@@ -285,6 +295,7 @@ class Settings:
     audit_every: int = setting(
         0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)
     )
+    machine: MachineSettings = field(default_factory=MachineSettings)
     promise: PromiseSettings = field(default_factory=PromiseSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
 
@@ -300,6 +311,7 @@ SECTIONS = (
     LocalSGDSettings,
     BalanceSettings,
     DivergenceSettings,
+    MachineSettings,
     PromiseSettings,
     WatchdogSettings,
 )

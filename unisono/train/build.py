@@ -27,13 +27,13 @@ from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
 from unisono.train.diagnostics.tracking import build_tracking
-from unisono.train.diagnostics.usage_recorder import build_usage
 from unisono.train.extensions import Extension, bind
 from unisono.train.guarantees.deterministic_kernels import describe_kernels
 from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
 from unisono.train.loop import SyncLoop
 from unisono.train.recording.event_recorder import EventRecorder
+from unisono.train.recording.machine_sampling import build_machine_sampling
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
@@ -279,7 +279,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
     found.append(EventRecorder(context, parts))
-    found += build_usage(context.device, context.monitor)
+    found += build_machine_sampling(context)
     found += build_tracking(context)
     if context.inspection is not None:
         found.append(context.inspection.build(context, parts))
