@@ -106,6 +106,13 @@ def test_the_closing_lines(tmp_path: Path) -> None:
     assert f"run          {tmp_path}" in lines
     assert "result       200 steps, loss 1.2346, 1,234 samples/s, 2 ranks (8 virtual)" in lines
     assert "fingerprint  " + "ab" * 32 in lines
+    assert not [line for line in lines if line.startswith("energy")]
+    measured = {"joules": 720000.0, "kwh": 0.2, "joules_per_sample": 3.14159, "source": "rapl:package-0"}
+    lines = closing_lines({**RESULT, "energy": measured}, tmp_path)
+    assert "energy       0.2 kWh, 3.14 J/sample (rapl:package-0)" in lines
+    small = closing_lines({**RESULT, "energy": {"joules": 1234.5, "kwh": 0.0003429, "source": "nvml:0"}}, tmp_path)
+    assert "energy       1,234 J (nvml:0)" in small
+    assert not [line for line in closing_lines({**RESULT, "energy": "not measured: x"}, tmp_path) if "energy" in line]
     text = " ".join(" ".join(lines).split())
     assert "promise exact: one fixed tree adds the gradients of all virtual ranks, wherever they" in text
     assert all(len(line) <= 80 for line in lines if str(tmp_path) not in line)

@@ -200,6 +200,8 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
         facts["sent"] = f"{size(sent)} {content}{ratio}"
         if plain and sent > plain:
             facts["sent"] += ": fewer groups send less (compress.groups)"
+    if isinstance(energy := result.get("energy"), dict):
+        facts["energy"] = _energy(energy)
     if late := result.get("late_mean"):
         facts["late"] = f"gradients by {late:.1f} updates on average, {result.get('late_most')} at most"
     if promise := result.get("promise"):
@@ -207,6 +209,13 @@ def _facts(result: Mapping[str, Any]) -> dict[str, str]:
     if result.get("weights_sha256"):
         facts["fingerprint"] = str(result["weights_sha256"])
     return facts
+
+
+def _energy(energy: Mapping[str, Any]) -> str:
+    """Return the energy of a run, as in "0.0117 kWh, 4.2 J/sample (rapl:package-0)"."""
+    whole = f"{energy['kwh']:.3g} kWh" if energy["kwh"] >= 0.01 else f"{energy['joules']:,.0f} J"
+    each = f", {energy['joules_per_sample']:.3g} J/sample" if "joules_per_sample" in energy else ""
+    return f"{whole}{each} ({energy['source']})"
 
 
 def read_directory(run_dir: Path | str, *, color: bool = False, ascii_only: bool = False) -> list[str]:
