@@ -1,0 +1,188 @@
+"""Plant bottlenecks, look for them in the report, take the advice, and compare the expected gain with the measured one.
+
+    python -m benchmarks.findings                 about six minutes
+    python -m benchmarks.findings --only storage --only uneven-batch
+
+Every case is a run of benchmarks/findings/planted.py. Its report must name the cause. Then the run starts again with the
+advice taken. The measured gain is the share of the time for a sample that this saves, without the first three steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from benchmarks.machine import line
+from unisono.report.findings.evidence import Evidence, Finding
+from unisono.report.findings.find_all import find_all
+from unisono.report.run_files import RunFiles
+
+SCRIPT = Path(__file__).with_name("planted.py")
+
+
+@contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """Keep cores busy with other programs."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+class Case(NamedTuple):
+    """A planted bottleneck.
+
+    Attributes:
+        kind: The finding that is expected.
+        ranks: The number of processes.
+        settings: The settings of the run.
+        advice: The settings that take the advice; they replace others of the same name.
+        beside: What runs beside the run, until the advice is taken.
+    """
+
+    kind: str
+    ranks: int
+    settings: str
+    advice: str
+    beside: int = 0
+
+
+CASES = {
+    "decoding": Case(
+        "data", 1, "plant=decoding cost=4 width=1024 depth=10 virtual_ranks=1 steps=80", "loader.workers={}"
+    ),
+    "storage": Case("storage", 1, "plant=storage cost=5 width=512 depth=8 virtual_ranks=1", "loader.workers={}"),
+    "few-workers": Case(
+        "storage",
+        1,
+        "plant=storage cost=6 width=512 depth=8 virtual_ranks=1 loader.workers=1 steps=200",
+        "loader.workers={}",
+    ),
+    "slow-rank": Case("straggler", 2, "plant=slow-rank cost=2 width=768 depth=4 batch=16", "plant=nothing"),
+    "uneven-batch": Case("uneven", 2, "plant=per-sample cost=4 depth=2 batch=3", "batch={}"),
+    "uneven-virtual-ranks": Case(
+        "uneven", 2, "plant=per-sample cost=1 depth=2 batch=12 virtual_ranks=3", "virtual_ranks={}"
+    ),
+    "bubbles": Case("bubbles", 2, "plant=per-sample cost=2 depth=4 batch=8 parallel.pipeline=2", "micro_batch={}"),
+    "exchange": Case("exchange", 2, "width=2048 depth=4 batch=2 steps=60", "compress.kind=bf16"),
+    "gathers": Case(
+        "gathers", 2, "width=1536 depth=4 batch=16 virtual_ranks=8 parallel.shard=2 steps=30", "parallel.reshard=step"
+    ),
+    "checkpoints": Case("checkpoints", 2, "width=1536 depth=4 checkpoint.every=2 steps=120", "checkpoint.every={}"),
+    "evaluations": Case("evaluations", 2, "plant=evaluations cost=256 every=2 width=512 steps=200", "every=FACTOR"),
+    "garbage": Case("garbage", 1, "plant=garbage cost=150 every=1 virtual_ranks=1 width=512", "plant=frozen"),
+    "script": Case("script", 2, "plant=script cost=25 every=1 width=768 depth=4 batch=16", "every=100"),
+    "threads": Case("threads", 2, "threads=4 width=1024 depth=6 batch=32 steps=150", "threads={}"),
+    "shared-cores": Case("shared-cores", 2, "width=1024 depth=6 batch=32 steps=150", "", beside=2),
+}
+
+
+def run(case: Case, settings: dict[str, str], folder: Path) -> RunFiles:
+    """Run the planted script, and return its files."""
+    words = [sys.executable, "-m", "unisono", "run", str(SCRIPT), "--ranks", str(case.ranks), "--run-dir", str(folder)]
+    for name, value in settings.items():
+        words += ["--set", f"{name}={value}"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
+    files = RunFiles(folder)
+    files.read()
+    return files
+
+
+def seconds_of_sample(files: RunFiles) -> float:
+    """Return the mean seconds of a step for each sample of its batch."""
+    evidence = Evidence(files)
+    return evidence.step / evidence.number("batch")
+
+
+def taken(case: Case, settings: dict[str, str], finding: Finding) -> dict[str, str]:
+    """Return the settings with the advice taken."""
+    changed = dict(settings)
+    for word in case.advice.split():
+        name, _, value = word.partition("=")
+        if value == "{}":
+            value = (
+                finding.advice.partition(f"--set {name}=")[2].split()[0].rstrip(",;") if name in finding.advice else ""
+            )
+            if not value:
+                raise SystemExit(f"The advice does not set {name}: {finding.advice}")
+        if value == "FACTOR":
+            factor = int("".join(filter(str.isdigit, finding.advice.split("th as often")[0])))
+            value = str(factor * int(settings["every"]))
+        changed[name] = value
+    return changed
+
+
+def play(name: str, case: Case, times: int) -> dict[str, Any]:
+    """Play a case: alternate runs with the bottleneck and with the advice taken."""
+    settings = dict(word.split("=", 1) for word in case.settings.split())
+    before, after, expected, others = [], [], [], set()
+    finding = None
+    with tempfile.TemporaryDirectory() as place:
+        for turn in range(times):
+            beside: AbstractContextManager[None] = busy_cores(case.beside) if case.beside else nullcontext()
+            with beside:
+                files = run(case, settings, Path(place) / f"before-{turn}")
+            found = find_all(files)
+            others |= {each.kind for each in found if each.kind != case.kind}
+            mine = [each for each in found if each.kind == case.kind]
+            if not mine:
+                return {"case": name, "found": False, "others": sorted(others)}
+            finding = mine[0]
+            expected.append(finding.gain)
+            before.append(seconds_of_sample(files))
+            files = run(case, taken(case, settings, finding), Path(place) / f"after-{turn}")
+            after.append(seconds_of_sample(files))
+    assert finding is not None
+    return {
+        "case": name,
+        "found": True,
+        "kind": case.kind,
+        "fact": finding.fact,
+        "advice": finding.advice,
+        "expected": None if None in expected else median(expected),
+        "measured": 1 - median(after) / median(before),
+        "others": sorted(others),
+    }
+
+
+def main() -> None:
+    """Play all cases, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=CASES, default=[])
+    parser.add_argument("--times", type=int, default=1, help="runs of each kind; the median counts")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    for name, case in CASES.items():
+        if options.only and name not in options.only:
+            continue
+        row = play(name, case, options.times)
+        if options.json:
+            print(json.dumps(row), flush=True)
+        elif not row["found"]:
+            print(f"{name:22} NOT FOUND; found {row['others']}", flush=True)
+        else:
+            expected = "unknown" if row["expected"] is None else f"{row['expected']:7.0%}"
+            print(
+                f"{name:22} {expected}  {row['measured']:7.0%}  {row['fact']}  ->  {row['advice']}  {row['others'] or ''}",
+                flush=True,
+            )
+    print(f"\npython -m benchmarks.findings --times {options.times}: {time.perf_counter() - began:.0f} s\n{line()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What the files of a run say about its speed, in the form in which rules read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unisono.phases import PHASES
+from unisono.report.rank_series import RankColumns
+from unisono.report.run_files import RunFiles
+
+WARM_UP = 3
+"""Lines at the beginning that are left out: the first steps load libraries and allocate memory."""
+
+LEAST_SECONDS = 2.0
+"""Shortest time that an advice saves. Shares in a short run are mostly noise."""
+
+LEAST_GAIN = 0.1
+"""Smallest share of the time that an advice saves."""
+
+
+class Finding(NamedTuple):
+    """A cause that costs time, or that will end the run.
+
+    Attributes:
+        kind: The name of the cause ("data", "straggler", ...).
+        fact: A sentence that states it.
+        evidence: Sentences with the numbers behind it.
+        advice: What to type, or to do.
+        gain: The share of the time that the advice is expected to save, 0 to 1; None: unknown.
+        changes_result: Whether the advice changes what the model learns (another batch, a compressed gradient).
+    """
+
+    kind: str
+    fact: str
+    evidence: Sequence[str]
+    advice: str
+    gain: float | None
+    changes_result: bool = False
+
+
+class RankTime(NamedTuple):
+    """The mean seconds of a step on a rank: by phase, and of them waiting for messages, running, collecting garbage."""
+
+    rank: int
+    phases: Mapping[str, float]
+    wait: float
+    cpu: float
+    gc: float
+    steps: int
+
+    @property
+    def total(self) -> float:
+        """The mean seconds of a step."""
+        return sum(self.phases.values())
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward passes."""
+        return self.phases["forward"] + self.phases["backward"]
+
+    @property
+    def loop(self) -> float:
+        """Seconds of a step without checkpoints and evaluations."""
+        return self.total - self.phases["checkpoint"] - self.phases["evaluate"]
+
+
+class Evidence:
+    """The evidence of a run.
+
+    Args:
+        files: The files of the run, which were read.
+    """
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.settings = {name: setting.value for name, setting in files.settings.items()}
+        self.columns = {rank: series.columns() for rank, series in files.ranks.items() if series.rows}
+        servers = files.result.get("servers", 0)  # the first ranks, which spend their time in waiting for the workers
+        self.ranks = {rank: _rank_time(each) for rank, each in self.columns.items() if rank >= servers}
+
+    def number(self, name: str, otherwise: float = 0) -> float:
+        """Return a setting that is a number."""
+        try:
+            return float(self.settings[name])
+        except (KeyError, ValueError):
+            return otherwise
+
+    def middle(self, phase: str) -> float:
+        """Return the median over ranks of the mean seconds of a step in a phase."""
+        return median(each.phases[phase] for each in self.ranks.values())
+
+    @cached_property
+    def step(self) -> float:
+        """The mean seconds of a step: the median over ranks."""
+        return median(each.total for each in self.ranks.values())
+
+    @cached_property
+    def loop(self) -> float:
+        """The same without checkpoints and evaluations."""
+        return median(each.loop for each in self.ranks.values())
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps that the means are of."""
+        return max(each.steps for each in self.ranks.values())
+
+    @cached_property
+    def starts(self) -> dict[int, Mapping[str, Any]]:
+        """The newest event "start" of each rank."""
+        found: dict[int, Mapping[str, Any]] = {}
+        for rank, series in self.files.ranks.items():
+            starts = [event for event in series.events if event.get("event") == "start"]
+            found[rank] = starts[-1] if starts else {}
+        return found
+
+    @cached_property
+    def virtual_ranks(self) -> dict[int, int]:
+        """The number of virtual ranks that each rank computes now."""
+        found = {}
+        for rank in self.ranks:
+            events = [event for event in self.files.ranks[rank].events if event.get("event") == "assignment"]
+            if events:
+                low, high = events[-1]["virtual_ranks"]
+                found[rank] = int(high) - int(low)
+        return found
+
+    @cached_property
+    def hosts(self) -> dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+        """The facts and the samples of each host."""
+        found: dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = {}
+        for host, lines in self.files.hosts.items():
+            facts = [line["start"] for line in lines if isinstance(line.get("start"), dict)]
+            found[host] = (facts[-1] if facts else {}, [line for line in lines if "start" not in line])
+        return found
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all ranks compute on the CPU."""
+        return all(str(start.get("device", "cpu")).startswith("cpu") for start in self.starts.values())
+
+    def cores_of(self, rank: int) -> float:
+        """Return the cores that the processes of a rank's host can use."""
+        facts, _ = self.hosts.get(str(self.starts.get(rank, {}).get("host", "")), ({}, []))
+        return float(facts.get("cores") or self.files.environment.get("cores") or 1)
+
+    def ranks_beside(self, rank: int) -> int:
+        """Return the number of ranks on the host of a rank."""
+        host = self.starts.get(rank, {}).get("host")
+        return sum(start.get("host") == host for start in self.starts.values()) or 1
+
+    def worth(self, gain: float) -> bool:
+        """Return whether saving this share of the time is worth a word."""
+        return gain >= LEAST_GAIN and gain * self.step * self.steps >= LEAST_SECONDS
+
+
+def mean_of(samples: Sequence[Mapping[str, Any]], *path: str) -> float | None:
+    """Return the mean of a value in samples of a host; None if no sample has it."""
+    values = list(values_of(samples, *path))
+    return sum(values) / len(values) if values else None
+
+
+def values_of(samples: Sequence[Mapping[str, Any]], *path: str) -> list[float]:
+    """Return a value of each sample of a host that has it."""
+    found = []
+    for sample in samples:
+        value: Any = sample
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, (int, float)):
+            found.append(float(value))
+    return found
+
+
+def _rank_time(columns: RankColumns) -> RankTime:
+    skipped = WARM_UP if len(columns.last) > 2 * WARM_UP else 0
+    steps = float(np.sum(columns.steps[skipped:]))
+    spent = columns.seconds[skipped:].sum(0) / steps
+    return RankTime(
+        columns.rank,
+        {phase: float(seconds) for phase, seconds in zip(PHASES, spent, strict=True)},
+        float(columns.wait[skipped:].sum() / steps),
+        float(columns.cpu[skipped:].sum() / steps),
+        float(columns.gc[skipped:].sum() / steps),
+        int(steps),
+    )
+
+
+def percent(share: float) -> str:
+    """Return a share as text."""
+    return f"{share:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration of a step as text."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,77 @@
+"""Rules about what the loop does beside its micro-batches: checkpoints, evaluations, the script's own code."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from unisono.phases import PHASES
+from unisono.report.findings.evidence import Evidence, Finding, duration, percent
+
+WANTED = 0.05
+"""Share of the time that checkpoints or evaluations should have at most."""
+
+
+def _times(run: Evidence, phase: str) -> int:
+    """Return how often a phase happened, after the first lines."""
+    columns = next(iter(run.columns.values()))
+    return int(np.count_nonzero(columns.seconds[3:, PHASES.index(phase)] > 1e-4))
+
+
+def _fewer(share: float) -> int:
+    """Return by which factor something must become rarer to take the wanted share of the time."""
+    return math.ceil(share / (1 - share) * (1 - WANTED) / WANTED)
+
+
+def checkpoints(run: Evidence) -> Finding | None:
+    """Find checkpoints that take too much of the time."""
+    share = run.middle("checkpoint") / run.step
+    every, times = int(run.number("checkpoint.every")), _times(run, "checkpoint")
+    if times < 3 or not every:
+        return None
+    factor = _fewer(share)
+    gain = share * (1 - 1 / factor)
+    evidence = [f"{times} checkpoints take {duration(run.middle('checkpoint') * run.steps / times)} each."]
+    fact = f"Saving checkpoints takes {percent(share)} of the time."
+    advice = f"--set checkpoint.every={every * factor}"
+    return Finding("checkpoints", fact, evidence, advice, gain) if factor > 1 and run.worth(gain) else None
+
+
+def evaluations(run: Evidence) -> Finding | None:
+    """Find evaluations that take too much of the time."""
+    share, times = run.middle("evaluate") / run.step, _times(run, "evaluate")
+    if times < 3:
+        return None
+    factor = _fewer(share)
+    gain = share * (1 - 1 / factor)
+    evidence = [f"{times} evaluations take {duration(run.middle('evaluate') * run.steps / times)} each."]
+    fact = f"Evaluating takes {percent(share)} of the time."
+    advice = f"evaluate a {factor}th as often, or on fewer samples"
+    return Finding("evaluations", fact, evidence, advice, gain) if factor > 1 and run.worth(gain) else None
+
+
+def garbage(run: Evidence) -> Finding | None:
+    """Find collections of Python's oldest generation, which visit every object of the process."""
+    slowest = max(run.ranks.values(), key=lambda each: each.gc)
+    gain = slowest.gc / run.step
+    evidence = [f"On rank {slowest.rank} collections take {duration(slowest.gc)} of a step of {duration(run.step)}."]
+    fact = f"Python's garbage collector takes {percent(gain)} of the time."
+    advice = "gc.collect(); gc.freeze() before the loop, so that objects that stay are not visited again"
+    return Finding("garbage", fact, evidence, advice, gain) if run.worth(gain) else None
+
+
+def script(run: Evidence) -> Finding | None:
+    """Find code of the script between the parts of a step: logging, plots, metrics, copies to the host."""
+    slowest = max(run.ranks.values(), key=lambda each: each.phases["other"] - each.gc)
+    others = [each.phases["other"] for each in run.ranks.values() if each is not slowest]
+    spent = slowest.phases["other"] - slowest.gc
+    gain = spent / run.step
+    if gain < 0.15:
+        return None
+    evidence = [f"On rank {slowest.rank} it takes {duration(spent)} of a step of {duration(run.step)}."]
+    if others and max(others) < 0.5 * spent:
+        evidence.append(f"The others need {duration(max(others))} at most, and wait.")
+    fact = f"The script's own code in the loop takes {percent(gain)} of the time."
+    advice = "do it in fewer steps (if step.every(100): ...), or after the loop; unisono profiles it with profile.steps"
+    return Finding("script", fact, evidence, advice, gain) if run.worth(gain) else None
