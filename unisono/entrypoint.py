@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -50,10 +50,14 @@ from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World, in_a_kernel, variables
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
 from unisono.launcher import failure_record
-from unisono.monitor import console, summary
+from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
+from unisono.report.closing_lines import closing_lines, read_result
+from unisono.report.findings.evidence import Finding
+from unisono.report.findings.find_all import find_all
+from unisono.report.run_files import RunFiles
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
 from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
@@ -205,7 +209,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     if context.waits:  # the run ended before this replacement joined
         return
     result = result_of(context)
-    ended = summary.read_result(run.dir) if lifecycle.was_finished_before(context) else None
+    ended = read_result(run.dir) if lifecycle.was_finished_before(context) else None
     if ended is not None:  # nothing was computed, so nothing is written
         result = ended
         steps_done = context.progress.steps_done
@@ -217,9 +221,10 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     if context.group.rank == 0:  # after a death, another process than before
         if not start.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
-            lines = summary.closing_lines(
+            lines = closing_lines(
                 result,
                 run.dir,
+                findings=_findings(context),
                 shown=start.request.run_dir,
                 again=str(start.line().flag("--resume")),
                 color=color,
@@ -228,6 +233,17 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
             print("\n".join(["", *lines]), flush=True)
         elif context.world.launcher != "unisono":
             print(json.dumps(result), flush=True)
+
+
+def _findings(context: RunContext) -> Sequence[Finding]:
+    """Return what slowed the run down. An error of the search is a note, and not one of the run."""
+    try:
+        files = RunFiles(context.run_dir)
+        files.read()
+        return find_all(files)
+    except Exception as error:
+        context.monitor.note(f"The search for bottlenecks failed: {type(error).__name__}: {error}")
+        return ()
 
 
 def _leave_result(context: RunContext, result: dict[str, Any], *, new: bool) -> None:

@@ -92,8 +92,7 @@ def main(run: unisono.Run[Settings]) -> None:
         gc.collect()
         gc.freeze()
     for step in run.steps(data):
-        for x, y in step:
-            step.backward((model(x) - y).square().mean(1).sum(), weight=len(x))
+        step.run(model, error)
         step.update(optimizer)
         if s.plant in ("garbage", "frozen") and step.number % s.every == 0:
             gc.collect()
@@ -105,7 +104,7 @@ def main(run: unisono.Run[Settings]) -> None:
 
 
 def error(output: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the sum of errors of a batch and its weight."""
+    """Return the sum of errors of a batch, and its weight."""
     return (output - y).square().mean(1).sum(), len(x)
 
 

@@ -109,9 +109,9 @@ class RunFiles:
     def state(self) -> str:
         """One of "finished", "stopped" (before its end), "running" and "ended without a result"."""
         newest = max((_modified(series.path) for series in self.ranks.values()), default=0.0)
-        result_at = _modified(self.path / "result.json")
-        if result_at and result_at >= newest - FRESH_SECONDS:
-            return "stopped" if self.result.get("stopped") else "finished"
+        result = self.result
+        if result and _modified(self.path / "result.json") >= newest - FRESH_SECONDS:
+            return "stopped" if result.get("stopped") else "finished"
         return "running" if time.time() - newest < FRESH_SECONDS else "ended without a result"
 
 

@@ -15,18 +15,16 @@ def straggler(run: Evidence) -> Finding | None:
     """Find a rank that takes longer than others for the same work, so that they wait for it."""
     if len(run.ranks) < 2 or run.number("parallel.pipeline", 1) > 1:
         return None
-    counts = run.virtual_ranks
-    busy = {rank: each for rank, each in run.ranks.items() if counts.get(rank, 1)}
-    each_takes = {rank: _own_compute(each) / counts.get(rank, 1) for rank, each in busy.items()}
+    counts, each_takes = run.virtual_ranks, run.of_virtual_rank
     slow = max(each_takes, key=lambda rank: each_takes[rank])
     others = [seconds for rank, seconds in each_takes.items() if rank != slow]
     if not others or each_takes[slow] < SLOWER * median(others):
         return None
     usual = median(others)
-    now = max(each_takes[rank] * counts.get(rank, 1) for rank in busy)
-    then = usual * max(1, round(sum(counts.get(rank, 1) for rank in busy) / len(busy)))
+    now = max(each_takes[rank] * counts.get(rank, 1) for rank in each_takes)
+    then = usual * max(1, round(sum(counts.get(rank, 1) for rank in run.ranks) / len(run.ranks)))
     gain = (now - then) / run.step
-    rank, host = busy[slow], run.starts[slow].get("host", "its host")
+    rank, host = run.ranks[slow], run.starts[slow].get("host", "its host")
     ran = rank.cpu / max(rank.total - rank.wait, 1e-9)
     evidence = [
         f"Forward and backward take rank {slow} {duration(each_takes[slow])} for a virtual rank, the others "
@@ -57,8 +55,8 @@ def uneven(run: Evidence) -> Finding | None:
         first += count
     if first != virtual or not sum(loads.values()):
         return None
-    takes = {rank: _own_compute(run.ranks[rank]) / load for rank, load in loads.items() if load}
-    if max(takes.values()) > SLOWER * min(takes.values()):
+    takes = run.of_virtual_rank
+    if max(takes.values()) > SLOWER * min(takes.values()) and batch % virtual == 0:
         return None  # the assignment follows the speed of the ranks
     mean, most = sum(loads.values()) / len(loads), max(loads.values())
     gain = (1 - mean / most) * max(_own_compute(each) for each in run.ranks.values()) / run.step

@@ -18,9 +18,7 @@ def data_bound(run: Evidence) -> Finding | None:
     workers = int(run.number("loader.workers"))
     if data < 0.1 * run.step:
         return None
-    running: float | None = median(
-        _running_in_data(each.cpu, each.total - each.wait, each.phases["data"]) for each in run.ranks.values()
-    )
+    running: float | None = median(_running_in_data(run, rank) for rank in run.ranks)
     rank = next(iter(run.ranks))
     free = run.cores_of(rank) / run.ranks_beside(rank) - 1  # beside the training thread
     if workers:
@@ -51,9 +49,15 @@ def data_bound(run: Evidence) -> Finding | None:
     return Finding(kind, fact, evidence, f"--set loader.workers={more}", gain) if run.worth(gain) else None
 
 
-def _running_in_data(cpu: float, own: float, data: float) -> float:
-    """Return the share of the phase "data" in which the thread ran, if it ran in all other phases."""
-    return min(1.0, max(0.0, (cpu - (own - data)) / data)) if data > 0 else 1.0
+def _running_in_data(run: Evidence, rank: int) -> float:
+    """Return the share of the phase "data" in which a thread had work to do, if it had in all other phases.
+
+    A thread that waits for a core has work to do.
+    """
+    times = run.ranks[rank]
+    data, own = times.phases["data"], times.total - times.wait
+    working = times.cpu + run.delayed(rank) * times.total
+    return min(1.0, max(0.0, (working - (own - data)) / data)) if data > 0 else 1.0
 
 
 def _workers_are_busy(run: Evidence, workers: int) -> float | None:

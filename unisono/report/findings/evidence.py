@@ -121,13 +121,33 @@ class Evidence:
     @cached_property
     def virtual_ranks(self) -> dict[int, int]:
         """The number of virtual ranks that each rank computes now."""
+        return {rank: counts[-1][1] for rank in self.ranks if (counts := self._assigned(rank))}
+
+    @cached_property
+    def of_virtual_rank(self) -> dict[int, float]:
+        """The mean seconds of forward and backward that a rank needs for a virtual rank, without waiting in them.
+
+        Ranks that have computed none after the first lines are absent.
+        """
         found = {}
+        passes = [PHASES.index("forward"), PHASES.index("backward")]
         for rank in self.ranks:
-            events = [event for event in self.files.ranks[rank].events if event.get("event") == "assignment"]
-            if events:
-                low, high = events[-1]["virtual_ranks"]
-                found[rank] = int(high) - int(low)
+            columns, skipped = self.columns[rank], _warm_up(self.columns[rank])
+            assigned = self._assigned(rank) or [(0, 1)]
+            place = np.searchsorted([step for step, _ in assigned], columns.last, side="right").clip(1) - 1
+            work = np.array([count for _, count in assigned])[place] * columns.steps
+            waited = np.maximum(columns.wait - columns.seconds[:, PHASES.index("exchange")], 0.0)
+            spent = np.maximum(columns.seconds[:, passes].sum(1) - waited, 0.0)
+            busy = np.flatnonzero(work > 0)
+            busy = busy[busy >= skipped] if (busy >= skipped).any() else busy
+            if len(busy):
+                found[rank] = float(spent[busy].sum() / work[busy].sum())
         return found
+
+    def _assigned(self, rank: int) -> list[tuple[int, int]]:
+        """Return (step, count): from this step on, the rank computes so many virtual ranks."""
+        events = [event for event in self.files.ranks[rank].events if event.get("event") == "assignment"]
+        return [(int(e["step"]), int(e["virtual_ranks"][1]) - int(e["virtual_ranks"][0])) for e in events]
 
     @cached_property
     def hosts(self) -> dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
@@ -153,6 +173,11 @@ class Evidence:
         host = self.starts.get(rank, {}).get("host")
         return sum(start.get("host") == host for start in self.starts.values()) or 1
 
+    def delayed(self, rank: int) -> float:
+        """Return the share of the time in which the main thread of a rank waited for a core; 0 if it is unknown."""
+        _, samples = self.hosts.get(str(self.starts.get(rank, {}).get("host", "")), ({}, []))
+        return mean_of(samples, "processes", str(rank), "delayed") or 0.0
+
     def worth(self, gain: float) -> bool:
         """Return whether saving this share of the time is worth a word."""
         return gain >= LEAST_GAIN and gain * self.step * self.steps >= LEAST_SECONDS
@@ -176,8 +201,12 @@ def values_of(samples: Sequence[Mapping[str, Any]], *path: str) -> list[float]:
     return found
 
 
+def _warm_up(columns: RankColumns) -> int:
+    return WARM_UP if len(columns.last) > 2 * WARM_UP else 0
+
+
 def _rank_time(columns: RankColumns) -> RankTime:
-    skipped = WARM_UP if len(columns.last) > 2 * WARM_UP else 0
+    skipped = _warm_up(columns)
     steps = float(np.sum(columns.steps[skipped:]))
     spent = columns.seconds[skipped:].sum(0) / steps
     return RankTime(

@@ -1,20 +1,24 @@
-"""The summary of a run: times, bottleneck and advice, from files alone."""
+"""The last lines of a run and its report as text, from files alone."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import shutil
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.monitor import summary
-from unisono.monitor.summary import bottleneck, closing_lines, read_directory, straggler, time_shares
+from unisono.errors import SettingsError
 from unisono.monitor.timeline import Timeline
 from unisono.phases import PHASES
+from unisono.report.closing_lines import closing_lines, lines_of, read_result, time_shares
+from unisono.report.findings.evidence import Finding
+from unisono.report.run_files import RunFiles
+from unisono.report.text_report import seconds_of, text_report
 
 RESULT = {
     "steps": 200,
@@ -63,46 +67,30 @@ def test_the_table_fits_eighty_columns_and_any_stream(seconds: dict[str, float])
     assert re.sub(r"\x1b\[\d*m", "", colored).split() == text.split()
 
 
-@pytest.mark.parametrize(
-    ("seconds", "workers", "phase", "advice"),
-    [
-        ({"data": 3.0, "forward": 7.0}, 0, "data", "--set loader.workers=2"),
-        ({"data": 3.0, "forward": 7.0}, 4, "data", "fewer workers"),
-        ({"exchange": 4.0, "forward": 6.0}, 0, "exchange", "--ranks"),
-        ({"checkpoint": 4.0, "forward": 6.0}, 0, "checkpoint", "--set checkpoint.every"),
-        ({"evaluate": 4.0, "forward": 6.0}, 0, "evaluate", "evaluate less often"),
-        ({"data": 3.0, "exchange": 6.0, "forward": 1.0}, 0, "exchange", "batch"),
-    ],
+FOUND = Finding(
+    "data", "Training waits for data in 40% of its time.", ["A fetch sleeps."], "--set loader.workers=3", 0.35
 )
-def test_a_bottleneck_comes_with_an_advice(seconds: dict[str, float], workers: int, phase: str, advice: str) -> None:
-    found = bottleneck(seconds, workers=workers)
-    assert found is not None
-    assert found.phase == phase
-    assert advice in found.advice
-    assert f"{seconds[phase] / 10:.0%}" in found.fact
 
 
-@pytest.mark.parametrize(
-    "seconds", [{}, {"data": 0.0}, {"data": 1.9, "forward": 8.1}, {"backward": 10.0}, {"data": 2.9}]
-)
-def test_no_bottleneck(seconds: dict[str, float]) -> None:
-    assert bottleneck(seconds) is None
-
-
-def test_a_straggler_waits_least() -> None:
-    assert straggler({0: 0.5, 1: 0.05, 2: 0.45, 3: 0.55}) == (1, 0.05, 0.5)
-    assert straggler({0: 0.3, 1: 0.25}) is None
-    assert straggler({0: 0.3}) is None
-    assert straggler({}) is None
+def test_findings_have_an_advice_and_a_gain(tmp_path: Path) -> None:
+    result = {**RESULT, "phases": {"data": 4.0, "forward": 6.0}}
+    lines = closing_lines(result, tmp_path, findings=[FOUND])
+    at = lines.index("Training waits for data in 40% of its time.")
+    assert lines[at + 1] == "  Next: --set loader.workers=3 (saves about 35% of the time)"
+    assert "A fetch sleeps." not in "".join(lines)
+    assert "  A fetch sleeps." in lines_of(FOUND, evidence=True)
+    changing = lines_of(FOUND._replace(gain=None, changes_result=True))
+    assert changing[1] == "  Next: --set loader.workers=3 It changes the result."
+    many = closing_lines(result, tmp_path, findings=[FOUND] * 5)
+    assert many.count(FOUND.fact) == 3
+    assert f"2 more: unisono report {tmp_path} --text" in many
 
 
 def test_the_closing_lines(tmp_path: Path) -> None:
-    (tmp_path / "settings.toml").write_text("[loader]\nworkers = 3\n")
     lines = closing_lines({**RESULT, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert lines[0] == "where the time went  10.0 s in 200 steps"
     resumed = closing_lines({**RESULT, "resumed_at": 150, "phases": {"data": 4.0, "forward": 6.0}}, tmp_path)
     assert resumed[0] == "where the time went  10.0 s in 50 steps"
-    assert any("Waiting for data took 40% of the time." in line for line in lines)
     assert f"run          {tmp_path}" in lines
     assert "result       200 steps, loss 1.2346, 1,234 samples/s, 2 ranks (8 virtual)" in lines
     assert "fingerprint  " + "ab" * 32 in lines
@@ -133,8 +121,9 @@ def test_a_path_with_spaces_is_not_wrapped() -> None:
 
 
 def test_a_finished_run_is_read_from_files(tmp_path: Path) -> None:
+    (tmp_path / "timeline").mkdir()
     (tmp_path / "result.json").write_text(json.dumps(RESULT))
-    assert read_directory(tmp_path) == closing_lines(RESULT, tmp_path)
+    assert text_report(RunFiles(tmp_path)) == closing_lines(RESULT, tmp_path)
 
 
 @pytest.fixture
@@ -152,22 +141,38 @@ def crashed(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def old(path: Path) -> RunFiles:
+    """Read a run whose timelines are an hour old."""
+    for file in (path / "timeline").iterdir():
+        os.utime(file, (time.time() - 3600,) * 2)
+    files = RunFiles(path)
+    files.read()
+    return files
+
+
 def test_a_crashed_run_is_read_from_its_timeline(crashed: Path) -> None:
-    lines = read_directory(crashed)
+    lines = text_report(old(crashed))
     assert lines[0] == "where the time went  9.0 s in 9 steps"
-    assert any(line.startswith("Exchanging gradients, and waiting for other processes, took 50%") for line in lines)
-    assert "Rank 1 is a straggler: it spends 0% of its time in the exchange, the others 50%." in lines
-    assert "result  9 steps" in lines
+    assert "Rank 1 is slow, and the others wait for it." in lines
+    assert "result  9 steps, loss 1.0000" in lines
     assert lines[-1] == "This run did not finish. Next: the same command with --resume"
 
 
-def test_repeated_steps_count_as_time(crashed: Path) -> None:
+def test_a_run_that_is_under_way(crashed: Path) -> None:
+    files = RunFiles(crashed)
+    files.read()
+    assert text_report(files)[-1] == "This run is under way."
+
+
+def test_repeated_steps_count_once(crashed: Path) -> None:
     line = Timeline(crashed / "timeline" / "rank-0.jsonl")
     line.resumed(5)
     line.step(5, {"forward": 1.0})
     line.close()
-    assert summary.seconds_of(crashed) == {"forward": 5.5, "exchange": 4.5}
-    assert summary.steps_done(crashed) == 6
+    files = RunFiles(crashed)
+    files.read()
+    assert seconds_of(files.ranks[0]) == {"forward": 3.5, "exchange": 2.5}
+    assert len(files.ranks[0].rows) == 6
 
 
 @pytest.mark.parametrize(
@@ -176,32 +181,16 @@ def test_repeated_steps_count_as_time(crashed: Path) -> None:
 def test_an_unreadable_result_is_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "result.json").write_text(content)
-    assert summary.read_result(tmp_path) is None
-    assert read_directory(tmp_path)[-1].endswith("--resume")
+    assert read_result(tmp_path) is None
+    (tmp_path / "timeline").mkdir()
+    assert text_report(RunFiles(tmp_path))[-1].endswith("--resume")
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    shutil.rmtree(gone)
-    assert read_directory(gone)[0] == f"run  {gone}"
-
-
-@pytest.mark.parametrize("settings", ["", "[loader]\n", "loader = 3", "[loader]\nworkers = 'many'", "= ="])
-def test_settings_without_workers(tmp_path: Path, settings: str) -> None:
-    (tmp_path / "settings.toml").write_text(settings)
-    assert "Waiting for data took 100% of the time. Next: --set loader.workers=2" in closing_lines(
-        {"phases": {"data": 4.0}}, tmp_path
-    )
-
-
-def test_a_waiting_server_is_no_bottleneck(tmp_path: Path) -> None:
-    seconds = {"exchange": 80.0, "evaluate": 60.0, "forward": 10.0}
-    text = "\n".join(
-        closing_lines({**RESULT, "phases": seconds, "servers": 1, "late_mean": 1.97, "late_most": 3}, tmp_path)
-    )
-    assert "Evaluating took 40% of the time" in text
-    assert "gradients by 2.0 updates on average, 3 at most" in text
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="There is no run .*gone"):
+        RunFiles(tmp_path / "gone")
+    with pytest.raises(SettingsError, match="is not a run directory"):
+        RunFiles(tmp_path)
 
 
 def test_sent_bytes_are_compared_with_the_uncompressed_size(tmp_path: Path) -> None:
