@@ -3,8 +3,8 @@
     python -m benchmarks.findings                 about six minutes
     python -m benchmarks.findings --only storage --only uneven-batch
 
-Every case is a run of benchmarks/findings/planted.py. Its report must name the cause. Then the run starts again with the
-advice taken. The measured gain is the share of the time for a sample that this saves, without the first three steps.
+Every case is a run of benchmarks/findings/planted.py. Its report must name the cause. Then the run starts again with
+the advice taken. The measured gain is the share of the time for a sample that this saves, without the first steps.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def main() -> None:
         else:
             expected = "unknown" if row["expected"] is None else f"{row['expected']:7.0%}"
             print(
-                f"{name:22} {expected}  {row['measured']:7.0%}  {row['fact']}  ->  {row['advice']}  {row['others'] or ''}",
+                f"{name:22} {expected}  {row['measured']:7.0%}  {row['fact']} {row['advice']}  {row['others'] or ''}",
                 flush=True,
             )
     print(f"\npython -m benchmarks.findings --times {options.times}: {time.perf_counter() - began:.0f} s\n{line()}")

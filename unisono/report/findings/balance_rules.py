@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from statistics import median
 
-from unisono.plan.batch_order import cut_batch
 from unisono.report.findings.evidence import Evidence, Finding, RankTime, duration, percent
 
 SLOWER = 1.2
-"""A rank is slow if a virtual rank takes it this many times the median of the others."""
+"""A rank is slow if a sample takes it this many times the median of the others."""
 
 
 def straggler(run: Evidence) -> Finding | None:
     """Find a rank that takes longer than others for the same work, so that they wait for it."""
     if len(run.ranks) < 2 or run.number("parallel.pipeline", 1) > 1:
         return None
-    counts, each_takes = run.virtual_ranks, run.of_virtual_rank
+    loads, each_takes = {rank: run.load(span) for rank, span in run.spans.items()}, run.of_sample
     slow = max(each_takes, key=lambda rank: each_takes[rank])
     others = [seconds for rank, seconds in each_takes.items() if rank != slow]
     if not others or each_takes[slow] < SLOWER * median(others):
         return None
     usual = median(others)
-    now = max(each_takes[rank] * counts.get(rank, 1) for rank in each_takes)
-    then = usual * max(1, round(sum(counts.get(rank, 1) for rank in run.ranks) / len(run.ranks)))
+    now = max(each_takes[rank] * loads.get(rank, 1) for rank in each_takes)
+    then = usual * sum(loads.get(rank, 1) for rank in run.ranks) / len(run.ranks)
     gain = (now - then) / run.step
     rank, host = run.ranks[slow], run.starts[slow].get("host", "its host")
     ran = rank.cpu / max(rank.total - rank.wait, 1e-9)
     evidence = [
-        f"Forward and backward take rank {slow} {duration(each_takes[slow])} for a virtual rank, the others "
+        f"Forward and backward take rank {slow} {duration(each_takes[slow])} for a sample, the others "
         f"{duration(usual)}.",
         f"Its thread runs in {percent(min(ran, 1.0))} of the time in which it does not wait for messages.",
     ]
@@ -44,20 +43,13 @@ def _own_compute(each: RankTime) -> float:
 def uneven(run: Evidence) -> Finding | None:
     """Find processes that have different amounts of work, because the batch or the virtual ranks do not divide."""
     batch, virtual = int(run.number("batch")), int(run.number("virtual_ranks"))
-    counts = run.virtual_ranks
+    spans = run.spans
     parallel = (run.number(f"parallel.{axis}", 1) for axis in ("shard", "tensor", "pipeline", "context"))
-    if len(counts) < 2 or not batch or not virtual or any(axis > 1 for axis in parallel):
+    if len(spans) < 2 or not batch or not virtual or any(axis > 1 for axis in parallel):
         return None
-    loads, first = {}, 0
-    for rank, count in sorted(counts.items()):
-        sizes = [cut_batch(batch, virtual, v) for v in range(first, first + count)]
-        loads[rank] = sum(stop - start for start, stop in sizes)
-        first += count
-    if first != virtual or not sum(loads.values()):
-        return None
-    takes = run.of_virtual_rank
-    if max(takes.values()) > SLOWER * min(takes.values()) and batch % virtual == 0:
-        return None  # the assignment follows the speed of the ranks
+    loads = {rank: run.load(span) for rank, span in spans.items()}
+    if sum(loads.values()) != batch or max(run.of_sample.values()) > SLOWER * min(run.of_sample.values()):
+        return None  # several ranks compute a span; or the assignment follows their speed
     mean, most = sum(loads.values()) / len(loads), max(loads.values())
     gain = (1 - mean / most) * max(_own_compute(each) for each in run.ranks.values()) / run.step
     ranks = len(loads)

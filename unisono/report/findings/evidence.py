@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.phases import PHASES
+from unisono.plan.batch_order import cut_batch
 from unisono.report.rank_series import RankColumns
 from unisono.report.run_files import RunFiles
 
@@ -119,23 +120,23 @@ class Evidence:
         return found
 
     @cached_property
-    def virtual_ranks(self) -> dict[int, int]:
-        """The number of virtual ranks that each rank computes now."""
-        return {rank: counts[-1][1] for rank in self.ranks if (counts := self._assigned(rank))}
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """The virtual ranks [low, high) that each rank computes now."""
+        return {rank: spans[-1][1] for rank in self.ranks if (spans := self._assigned(rank))}
 
     @cached_property
-    def of_virtual_rank(self) -> dict[int, float]:
-        """The mean seconds of forward and backward that a rank needs for a virtual rank, without waiting in them.
+    def of_sample(self) -> dict[int, float]:
+        """The mean seconds of forward and backward that a rank needs for a sample, without waiting in them.
 
-        Ranks that have computed none after the first lines are absent.
+        Ranks that have computed none are absent. If the size of a batch is unknown, it is that of a virtual rank.
         """
         found = {}
         passes = [PHASES.index("forward"), PHASES.index("backward")]
         for rank in self.ranks:
             columns, skipped = self.columns[rank], _warm_up(self.columns[rank])
-            assigned = self._assigned(rank) or [(0, 1)]
+            assigned = [(step, self.load(span)) for step, span in self._assigned(rank)] or [(0, 1)]
             place = np.searchsorted([step for step, _ in assigned], columns.last, side="right").clip(1) - 1
-            work = np.array([count for _, count in assigned])[place] * columns.steps
+            work = np.array([load for _, load in assigned])[place] * columns.steps
             waited = np.maximum(columns.wait - columns.seconds[:, PHASES.index("exchange")], 0.0)
             spent = np.maximum(columns.seconds[:, passes].sum(1) - waited, 0.0)
             busy = np.flatnonzero(work > 0)
@@ -144,10 +145,21 @@ class Evidence:
                 found[rank] = float(spent[busy].sum() / work[busy].sum())
         return found
 
-    def _assigned(self, rank: int) -> list[tuple[int, int]]:
-        """Return (step, count): from this step on, the rank computes so many virtual ranks."""
+    def load(self, span: tuple[int, int]) -> int:
+        """Return the samples of the virtual ranks [low, high) in a batch; their number if the batch is unknown."""
+        batch, virtual = int(self.number("batch")), int(self.number("virtual_ranks"))
+        if not batch or not virtual:
+            return span[1] - span[0]
+        return (
+            cut_batch(batch, virtual, span[1] - 1)[1] - cut_batch(batch, virtual, span[0])[0]
+            if span[1] > span[0]
+            else 0
+        )
+
+    def _assigned(self, rank: int) -> list[tuple[int, tuple[int, int]]]:
+        """Return (step, span): from this step on, the rank computes these virtual ranks."""
         events = [event for event in self.files.ranks[rank].events if event.get("event") == "assignment"]
-        return [(int(e["step"]), int(e["virtual_ranks"][1]) - int(e["virtual_ranks"][0])) for e in events]
+        return [(int(e["step"]), (int(e["virtual_ranks"][0]), int(e["virtual_ranks"][1]))) for e in events]
 
     @cached_property
     def hosts(self) -> dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
