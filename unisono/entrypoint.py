@@ -258,6 +258,7 @@ INSPECTIONS = {
     "evidence": "unisono.train.diagnostics.dump:dump_run",
     "replay": "unisono.train.diagnostics.replay_step:replay_run",
     "audit": "unisono.train.diagnostics.audited_run:audit_run",
+    "flops": "unisono.train.recording.flop_count:count_flops",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""
 

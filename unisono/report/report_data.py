@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from unisono.phases import PHASES
+from unisono.report.findings.find_all import find_all
 from unisono.report.rank_series import Floats, RankColumns
 from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import (
@@ -33,13 +34,13 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
     """Return the numbers of a run.
 
     Keys: `name`, `path`, `state`, `result`, `environment`, `settings` (name, value, source), `logs`, `events`, `hosts`,
-    and, if the run has steps:
+    `flops` (of a sample, if they were counted), `findings`, and, if the run has steps:
 
         steps, time   the last step of each bucket, and seconds from the first step to its end
         values        {name: {"low": [...], "high": [...], "last": [...]}} of loss, lr, grad_norm and log.NAME
         phases        {phase: mean seconds of a step, over all ranks}; wait: of them in waiting for messages
         ranks         fastest, median, slowest: seconds of a step without waiting; slowest_rank; longest step
-        rate          samples and weight in a second
+        rate          samples and weight in a second; flops and utilization (share of the peak of all devices)
         table         a row for each rank: host, device, seconds by phase, waiting, own seconds of a step
         map           own seconds of each rank over time, as bytes (0: fastest, 255: slowest), base64
         assignments   [step, rank, first virtual rank, last + 1]
@@ -54,6 +55,8 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
         "settings": [[name, *setting] for name, setting in files.settings.items()],
         "logs": files.logs,
         "events": events_of(files),
+        "flops": files.flops,
+        "findings": [finding._asdict() for finding in find_all(files)],
         "hosts": {host: _samples(samples, most // 2) for host, samples in files.hosts.items()},
     }
     if columns:
@@ -71,6 +74,7 @@ def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> d
     elapsed = np.diff(time, prepend=began)
     samples = sum_buckets(main, main.samples, buckets)
     weight = sum_buckets(main, np.where(np.isnan(main.weight), main.samples, main.weight), buckets)
+    speed = _rate(samples, elapsed)
     names = [name for name in main.values if name != "log.loss" or "loss" not in main.values][: NAMES + 3]
     return {
         "began": began,
@@ -84,13 +88,23 @@ def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> d
         "wait": numbers(_nan_mean([each.wait for each in ranks.values()])),
         "ranks": _rank_curves(ranks),
         "rate": {
-            "samples": numbers(_rate(samples, elapsed)),
+            "samples": numbers(speed),
+            **_utilization(files.flops, speed, len(columns)),
             **({"weight": numbers(_rate(weight, elapsed))} if not np.array_equal(samples, weight) else {}),
         },
         "table": [_rank_row(files, columns[rank]) for rank in columns],
         "map": _map(ranks),
         "assignments": assignments_of(files),
     }
+
+
+def _utilization(counted: Mapping[str, Any], speed: Floats, ranks: int) -> dict[str, list[float | None]]:
+    """Return the floating-point operations in a second, and their share of what all devices do at most."""
+    try:
+        flops, peak = float(counted["flops_per_sample"]) * speed, float(counted["peak"]) * ranks
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {"flops": numbers(flops), "utilization": numbers(flops / peak)} if peak else {}
 
 
 def main_rank(columns: Mapping[int, RankColumns]) -> int:

@@ -59,6 +59,11 @@ class RunFiles:
         return _json(self.path / "result.json")
 
     @property
+    def flops(self) -> dict[str, Any]:
+        """The operations of a sample (train/recording/flop_count.py); {}: they were not counted."""
+        return _json(self.path / "flops.json")
+
+    @property
     def environment(self) -> dict[str, Any]:
         """The content of environment.json."""
         return _json(self.path / "environment.json")
