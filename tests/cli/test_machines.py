@@ -21,7 +21,8 @@ def test_a_run_samples_its_host_and_states_its_traffic(command: Command) -> None
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", *QUICK, "--set", "machine.watts=100")
     assert ended.status == 0, ended.err
-    start, *samples = samples_of(command, "out")
+    start, *samples, end = samples_of(command, "out")
+    assert end["end"] == {"rank": 0}
     assert (start["start"]["rank"], start["start"]["ranks"], start["start"]["threads"]) == (0, 2, 1)
     assert len(samples) > 5
     assert all(set(sample["processes"]) <= {"0", "1"} for sample in samples)
@@ -51,7 +52,8 @@ def test_another_process_samples_after_the_death_of_the_one_that_does(command: C
     assert first == 0
     assert second > 0
     assert "0" in lines[starts[1] - 1]["processes"]
-    after = lines[starts[1] + 1 :]
+    after = lines[starts[1] + 1 : -1]
+    assert lines[-1]["end"] == {"rank": second}
     assert len(after) > 3
     assert not [line for line in after if "0" in line["processes"]]
     assert lines[starts[1]]["t"] - lines[starts[1] - 1]["t"] < 3

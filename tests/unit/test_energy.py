@@ -85,18 +85,20 @@ def test_no_permission_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyP
     meter = EnergyMeter(KernelFiles(tmp_path))
     assert meter.counters == {}
     assert meter.missing == [f"no permission to read {path}"]
-    report = {"host": "a", "of": 1, "sampled": {"joules": {}, "missing": meter.missing}}
+    report = {"host": "a", "machine": "a", "of": 1, "sampled": {"joules": {}, "missing": meter.missing}}
     assert energy_entry([report], MachineSettings(), 5.0, 10) == f"not measured: no permission to read {path}"
 
 
 def sampled(host: str, joules: dict[str, float], missing: tuple[str, ...] = ()) -> dict[str, Any]:
-    return {"host": host, "of": 2, "sampled": {"joules": joules, "missing": list(missing)}}
+    return {"host": host, "machine": host, "of": 2, "sampled": {"joules": joules, "missing": list(missing)}}
 
 
 def test_the_energy_of_hosts_is_added() -> None:
     one = sampled("a", {"rapl:package-0": 1_800_000.0, "nvml:0": 900_000.0})
     other = sampled("b", {"rapl:package-0": 900_000.0}, ("nvml:0 has no counter",))
-    assert energy_entry([one, {"host": "a", "of": 3}, other], MachineSettings(watts=9.0), 60.0, 1000) == {
+    assert energy_entry(
+        [one, {"host": "a", "machine": "a", "of": 3}, other], MachineSettings(watts=9.0), 60.0, 1000
+    ) == {
         "joules": 3_600_000.0,
         "kwh": 1.0,
         "joules_per_sample": 3600.0,
@@ -110,11 +112,25 @@ def test_the_energy_of_hosts_is_added() -> None:
     }
 
 
+def test_containers_of_one_machine_count_once() -> None:
+    """So does a process that continued after another one."""
+    reports = [sampled(host, {"rapl:package-0": joules}) for host, joules in (("a", 70.0), ("b", 71.0), ("c", 69.0))]
+    shared = [{**report, "machine": "x"} for report in reports]
+    off = MachineSettings(every=0, watts=10.0)
+    assert energy_entry(shared, off, 60.0, 0) == {"joules": 71.0, "kwh": 1.972e-05, "source": "rapl:package-0"}
+    assert energy_entry([{"host": h, "machine": "x", "of": 2} for h in "ab"], off, 60.0, 0) == {
+        "joules": 600.0,
+        "kwh": 0.0001667,
+        "source": "estimated from machine.watts",
+    }
+
+
 def test_energy_without_counters() -> None:
     none = sampled("a", {})
     assert energy_entry([none], MachineSettings(), 60.0, 100) == "not measured: no counter"
     assert (
-        energy_entry([{"host": "a", "of": 1}], MachineSettings(every=0), 60.0, 100) == "not measured: machine.every=0"
+        energy_entry([{"host": "a", "machine": "a", "of": 1}], MachineSettings(every=0), 60.0, 100)
+        == "not measured: machine.every=0"
     )
     estimate = energy_entry([none, sampled("b", {})], MachineSettings(watts=350.0), 60.0, 100)
     expected = {"joules": 42_000.0, "kwh": 0.01167, "joules_per_sample": 420.0}
@@ -123,7 +139,7 @@ def test_energy_without_counters() -> None:
 
 def test_bytes_of_processes_or_of_networks() -> None:
     def report(host: str, tcp: list[int] | None, network: list[float]) -> dict[str, Any]:
-        return {"host": host, "of": 2, "tcp": tcp, "sampled": {"network": network}}
+        return {"host": host, "machine": host, "of": 2, "tcp": tcp, "sampled": {"network": network, "joules": {}}}
 
     both = [report("a", [10, 20], [1.0, 2.0]), report("b", [5, 6], [3.0, 4.0])]
     source = "TCP connections of all processes"
@@ -232,9 +248,9 @@ def test_a_thread_samples_devices_and_energy(driver: SimpleNamespace, tmp_path: 
         thread.start(first=True)
         while thread.sampler is None or len(list(read_samples(thread.run.samples))) < 4:
             pass
-        thread.close()
+        thread.close(over=thread is second)
     starts = [line["start"] for line in read_samples(first.run.samples) if "start" in line]
-    samples = [line for line in read_samples(first.run.samples) if "start" not in line]
+    samples = [line for line in read_samples(first.run.samples) if "processes" in line]
     assert [device["uuid"] for device in starts[0]["devices"]] == ["GPU-0", "GPU-1"]
     assert {each["watts"] for each in samples[0]["devices"]} == {412.5}
     joules = [sample["energy"]["nvml:0"]["joules"] for sample in samples]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unisono.machine import run_processes
+from unisono.machine import run_processes, sampling_thread
 from unisono.machine.control_group import ControlGroup
 from unisono.machine.counter_rates import CounterRates
 from unisono.machine.host_load import Memory, Pressure, Processors
@@ -239,7 +239,7 @@ def test_an_empty_tree_is_no_error(tmp_path: Path) -> None:
     sampler = Sampler(sampled(tmp_path, root=tmp_path / "nothing"), notes.append)
     sampler.begin()
     sampler.sample()
-    sampler.end()
+    sampler.end(over=False)
     start, sample = read_samples(samples_path(tmp_path, "a"))
     assert set(start["start"]) >= {"host", "cores", "ranks", "threads"}
     assert set(sample) == {"t", "cores", "processes"}
@@ -262,7 +262,7 @@ def test_a_source_that_fails_is_named_once(tmp_path: Path, monkeypatch: pytest.M
     for _ in range(3):
         time.sleep(0.05)  # several ticks of the processors
         sampler.sample()
-    sampler.end()
+    sampler.end(over=False)
     assert notes == ["The samples of this host lack its disks: ValueError: no such column."]
     assert "cpu" in list(read_samples(samples_path(tmp_path, "a")))[-1]
 
@@ -276,7 +276,8 @@ def test_this_machine(tmp_path: Path) -> None:
     while time.monotonic() < end:
         sum(range(1000))
     thread.close()
-    start, *samples = read_samples(run.samples)
+    start, *samples, end_line = read_samples(run.samples)
+    assert end_line["end"] == {"rank": 3}
     assert 0 < start["start"]["cores"] <= (os.cpu_count() or 1)
     assert start["start"]["memory"]["total"] > len(held)
     mine = [sample["processes"]["3"] for sample in samples]
@@ -296,12 +297,30 @@ def test_the_next_process_samples_after_a_death(tmp_path: Path) -> None:
     second.start(first=False)
     time.sleep(1.2)
     assert second.sampler is None
-    first.close()
+    first.close(over=False)
     time.sleep(0.3)
-    second.close()
+    second.close(over=False)
     ranks = [line["start"]["rank"] for line in read_samples(first.run.samples) if "start" in line]
     assert ranks == [0, 1]
     assert set(list(read_samples(first.run.samples))[-1]["processes"]) == {"0", "1"}
+
+
+def test_no_process_continues_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_thread, "HEAD_START", 0.0)
+    first, second = (SamplingThread(sampled(tmp_path, rank=rank), pytest.fail) for rank in (0, 1))
+    for thread in (first, second):
+        thread.start(first=thread is first)
+        time.sleep(0.3)
+    first.close()
+    time.sleep(0.3)
+    assert second.sampler is None
+    second.close()
+    assert list(read_samples(first.run.samples))[-1]["end"] == {"rank": 0}
+    resumed = SamplingThread(sampled(tmp_path, rank=0), pytest.fail)
+    resumed.start(first=True)
+    time.sleep(0.3)
+    resumed.close()
+    assert [line["start"]["rank"] for line in read_samples(first.run.samples) if "start" in line] == [0, 0]
 
 
 def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:

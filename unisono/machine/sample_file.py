@@ -1,10 +1,12 @@
 """The samples of a host, `timeline/host-NAME.jsonl`: a line of JSON about every two seconds.
 
-A process that begins to sample writes a line of facts. Other lines are samples. Values that a machine does not have are
-absent. Shares are of 1, rates are means since the line before, all sizes are bytes.
+A process that begins to sample writes a line of facts, and at the end of the run a line that says so. Other lines are
+samples. Values that a machine does not have are absent. Shares are of 1, rates are means since the line before, all
+sizes are bytes.
 
     {"t": 1760000000.1, "start": {"host": "a", "rank": 0, "every": 2.0, "cores": 4.0, ...}}
     {"t": 1760000002.1, "cpu": 0.53, "cores": {"runnable": 3, ...}, "memory": {"available": 8123456789}, ...}
+    {"t": 1760000009.7, "end": {"rank": 0}}
 
     start      host       its name
                rank       the process that samples

@@ -127,13 +127,15 @@ class Sampler:
         self._file.write(entry)
         return self._file.interval(self.run.every)
 
-    def end(self) -> None:
-        """Write the last sample, and close all files."""
+    def end(self, *, over: bool) -> None:
+        """Write the last sample, and close all files. `over`: state that no other process shall continue."""
         try:
             if self._rates.age(time.monotonic()) > SHORTEST:
                 self.sample()
             else:
                 self.energy.update()
+            if over:
+                self._file.write({"t": round(time.time(), 3), "end": {"rank": self.run.rank}})
         finally:
             self._file.close()
             self._files.forget()

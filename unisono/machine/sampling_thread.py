@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.machine.kernel_files import KernelFiles
@@ -53,6 +53,7 @@ class SamplingThread:
         self._sampler: Sampler | None = None
         self._thread = threading.Thread(target=self._safely, name="machine", daemon=True)
         self._head_start = 0.0
+        self._run_is_over = False
 
     def start(self, *, first: bool) -> None:
         """Start. `first`: the other processes of this host let this one begin."""
@@ -66,8 +67,14 @@ class SamplingThread:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def close(self) -> None:
-        """Write the last sample, and end. A second call has no effect."""
+    def close(self, *, over: bool = True) -> None:
+        """Write the last sample, and end. A second call has no effect.
+
+        Args:
+            over: The run is over, so no other process continues the samples.
+        """
+        if not self._over.is_set():
+            self._run_is_over = over
         self._over.set()
         if self._sampler is not None:  # a thread that waits for the lock ends when it has it
             self._thread.join(END_SECONDS)
@@ -88,14 +95,16 @@ class SamplingThread:
         lock = os.open(self.run.processes, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not self._over.is_set():
-                self._sample()
+            last = self._last_line()
+            if not self._over.is_set() and "end" not in last:
+                self._sample(last)
         finally:
             os.close(lock)
 
-    def _sample(self) -> None:
+    def _sample(self, last: Mapping[str, Any]) -> None:
+        """Sample until the end. `last`: the last line of a process that has died."""
         self._sampler = sampler = Sampler(self.run, self._note)
-        sampler.energy.continue_from(self._last_sample())
+        sampler.energy.continue_from(last)
         sampler.begin()
         due = time.monotonic() + self.run.every
         try:
@@ -105,10 +114,10 @@ class SamplingThread:
                 else:
                     due = time.monotonic() + sampler.sample()
         finally:
-            sampler.end()
+            sampler.end(over=self._run_is_over)
 
-    def _last_sample(self) -> dict[str, Any]:
-        """Return the last sample of a process that has died during this run; {} if there is none."""
+    def _last_line(self) -> dict[str, Any]:
+        """Return the last line, besides those of facts, that another process has written during this run, or {}."""
         if not self.run.samples.exists():
             return {}
         last: dict[str, Any] = {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unisono.config.schema import MachineSettings
+from unisono.machine.kernel_files import KernelFiles
 from unisono.machine.sampler import SampledRun, Sampler
 from unisono.machine.sampling_thread import SamplingThread
 from unisono.machine.tcp_traffic import read_tcp_traffic
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 JOULES_PER_KWH = 3.6e6
 
 Report = Mapping[str, Any]
-"""What a process knows at the end: rank, host, the bytes of its connections, and if it samples, those of the host."""
+"""What a process knows at the end.
+
+host     the name of its host
+machine  a name that no other machine has: containers of one machine read the same counters
+of       the number of processes of the run
+tcp      bytes sent and received over its TCP connections; None: not counted
+sampled  the sums of its samples, if it samples the host
+"""
 
 
 class MachineSampling(Extension):
@@ -43,7 +51,8 @@ class MachineSampling(Extension):
     def close(self) -> None:
         self._seconds = self._seconds or time.perf_counter() - self._began
         if self._thread is not None:
-            self._thread.close()
+            progress = self._context.progress
+            self._thread.close(over=progress.is_over or bool(progress.agreed.get("leave")))
 
     def result(self) -> Mapping[str, Any]:
         context = self._context
@@ -65,7 +74,8 @@ class MachineSampling(Extension):
 
     def _report(self) -> Report:
         world, traffic = self._context.world, read_tcp_traffic()
-        found: dict[str, Any] = {"host": world.host, "of": world.size, "tcp": traffic and list(traffic)}
+        machine = KernelFiles().text("proc/sys/kernel/random/boot_id", keep=False).strip() or world.host
+        found = {"host": world.host, "machine": machine, "of": world.size, "tcp": traffic and list(traffic)}
         sampler = None if self._thread is None else self._thread.sampler
         return {**found, "sampled": _sampled(sampler)} if sampler is not None else found
 
@@ -104,7 +114,14 @@ def _sampled(sampler: Sampler) -> dict[str, Any]:
 
 
 def _sampled_hosts(reports: Sequence[Report]) -> list[Report]:
-    return [{"host": report["host"], **report["sampled"]} for report in reports if "sampled" in report]
+    """Return the sums of each machine: of its process that has counted the most."""
+    found: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        if "sampled" in report:
+            known, new = found.get(report["machine"]), {"host": report["host"], **report["sampled"]}
+            if known is None or sum(new["joules"].values()) > sum(known["joules"].values()):
+                found[report["machine"]] = new
+    return list(found.values())
 
 
 def energy_entry(
@@ -119,7 +136,8 @@ def energy_entry(
         samples: Training samples of the run, over all processes.
     """
     hosts = _sampled_hosts(reports)
-    several = len({report["host"] for report in reports}) > 1
+    machines = {report["machine"] for report in reports}
+    several = len(machines) > 1
     counted = {
         f"{host['host']} {name}" if several else name: joules
         for host in hosts
@@ -129,7 +147,7 @@ def energy_entry(
     if counted:
         source, joules = ", ".join(counted), sum(counted.values())
     elif settings.watts:
-        source, joules = "estimated from machine.watts", settings.watts * seconds * len({r["host"] for r in reports})
+        source, joules = "estimated from machine.watts", settings.watts * seconds * len(machines)
     elif settings.every == 0:
         return "not measured: machine.every=0"
     else:
