@@ -129,7 +129,10 @@ def taken(case: Case, settings: dict[str, str], finding: Finding) -> dict[str, s
 def play(name: str, case: Case, times: int) -> dict[str, Any]:
     """Play a case: alternate runs with the bottleneck and with the advice taken."""
     settings = dict(word.split("=", 1) for word in case.settings.split())
-    before, after, expected, others = [], [], [], set()
+    before: list[float] = []
+    after: list[float] = []
+    expected: list[float] = []
+    others: set[str] = set()
     finding = None
     with tempfile.TemporaryDirectory() as place:
         for turn in range(times):
@@ -142,7 +145,7 @@ def play(name: str, case: Case, times: int) -> dict[str, Any]:
             if not mine:
                 return {"case": name, "found": False, "others": sorted(others)}
             finding = mine[0]
-            expected.append(finding.gain)
+            expected += [] if finding.gain is None else [finding.gain]
             before.append(seconds_of_sample(files))
             files = run(case, taken(case, settings, finding), Path(place) / f"after-{turn}")
             after.append(seconds_of_sample(files))
@@ -153,7 +156,7 @@ def play(name: str, case: Case, times: int) -> dict[str, Any]:
         "kind": case.kind,
         "fact": finding.fact,
         "advice": finding.advice,
-        "expected": None if None in expected else median(expected),
+        "expected": median(expected) if expected else None,
         "measured": 1 - median(after) / median(before),
         "others": sorted(others),
     }

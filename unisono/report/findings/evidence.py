@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from statistics import median
 from typing import Any, NamedTuple
@@ -176,9 +176,10 @@ class Evidence:
         return all(str(start.get("device", "cpu")).startswith("cpu") for start in self.starts.values())
 
     def cores_of(self, rank: int) -> float:
-        """Return the cores that the processes of a rank's host can use."""
-        facts, _ = self.hosts.get(str(self.starts.get(rank, {}).get("host", "")), ({}, []))
-        return float(facts.get("cores") or self.files.environment.get("cores") or 1)
+        """Return the cores that the processes of a rank's host can use together."""
+        facts, samples = self.hosts.get(str(self.starts.get(rank, {}).get("host", "")), ({}, []))
+        bound = {core for sample in samples[-1:] for core in _allowed(sample)}
+        return float(len(bound) or facts.get("cores") or self.files.environment.get("cores") or 1)
 
     def ranks_beside(self, rank: int) -> int:
         """Return the number of ranks on the host of a rank."""
@@ -215,6 +216,14 @@ def values_of(samples: Sequence[Mapping[str, Any]], *path: str) -> list[float]:
 
 def _warm_up(columns: RankColumns) -> int:
     return WARM_UP if len(columns.last) > 2 * WARM_UP else 0
+
+
+def _allowed(sample: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the cores to which processes are bound, from texts like "0-3,8"."""
+    for process in (sample.get("processes") or {}).values():
+        for part in filter(None, str(process.get("allowed", "")).split(",")):
+            first, _, last = part.partition("-")
+            yield from range(int(first), int(last or first) + 1)
 
 
 def _rank_time(columns: RankColumns) -> RankTime:

@@ -16,7 +16,7 @@ def threads(run: Evidence) -> Finding | None:
     """Find more threads than cores: torch's threads wait for each other, and for a core."""
     for host, (facts, samples) in run.hosts.items():
         wanted = float(facts.get("ranks", 0)) * float(facts.get("threads", 0))
-        cores = float(facts.get("cores") or 0)
+        cores = run.cores_of(int(facts.get("rank", 0)))
         delayed = _delayed(samples)
         if not cores or wanted <= cores or delayed is None or facts.get("threads", 1) == 1:
             continue
