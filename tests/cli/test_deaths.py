@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.command import Command
 from tests.cli.test_training import SCRIPT, result, uninterrupted
+from unisono.monitor import timeline
 
 JOIN_REQUESTED = "run.context.group.monitor.join_requested"
 
@@ -49,6 +50,14 @@ def test_the_others_continue_and_a_replacement_joins(command: Command) -> None:
     assert messages[0].endswith(" steps; the run continues with 2 processes. Its log is out/log/rank-0.log")
     assert messages[1:] == [f"Process 3 joined after {joined} steps; the run continues with 3 processes."]
     assert found["weights_sha256"][:12] in ended.out  # printed by the new rank 0
+    recorded = [
+        event for event in timeline.read(command.folder / "out" / "timeline" / "rank-1.jsonl") if "event" in event
+    ]
+    assert [(e["event"], e.get("ranks")) for e in recorded if e["event"] in ("death", "join")] == [
+        ("death", [0]),
+        ("join", [3]),
+    ]
+    assert [e["virtual_ranks"] for e in recorded if e["event"] == "assignment"][:2] == [[2, 5], [0, 4]]
     command.script(SCRIPT)
     assert found["weights_sha256"] == uninterrupted(command)["weights_sha256"]
 

@@ -1,9 +1,11 @@
-"""Write rare events into the timeline: the start, deaths and joins, assignments of virtual ranks, skipped steps.
+"""Write rare events into the timeline: the start, assignments of virtual ranks, skipped steps.
 
 {"event": "start", "step": 0, "host": "node1", "pid": 4711, "device": "cpu", "ranks": 4, "threads": 2}
 {"event": "assignment", "step": 0, "virtual_ranks": [2, 4]}     from this step on, this process computes 2 and 3
 {"event": "death", "step": 31, "ranks": [2]}                    these ranks left the run; "join": they joined it
 {"event": "skipped", "step": 12}                                the fp16 scale was too high for the gradient
+
+The recovery of a step adds deaths and joins (recovery/step_recovery.py).
 """
 
 from __future__ import annotations
@@ -30,12 +32,7 @@ class EventRecorder(Extension):
 
     def __init__(self, context: RunContext, parts: LoopParts) -> None:
         self._context, self._source = context, parts.source
-        self._ranks = self._ranks_now()
         self._spans: object = None  # the assignment that was written last
-
-    def _ranks_now(self) -> tuple[int, ...]:
-        group = self._context.group
-        return tuple(group.members) or tuple(range(group.size))
 
     def before_step(self, step: StepState) -> None:
         spans = self._source.schedule.at(step.number)
@@ -48,14 +45,6 @@ class EventRecorder(Extension):
     def after_step(self, step: StepState) -> None:
         if step.skipped:
             self._write("skipped", step.number)
-
-    def regrouped(self, first: int, *, failed: bool) -> None:
-        before, self._ranks = self._ranks, self._ranks_now()
-        gone, new = sorted(set(before) - set(self._ranks)), sorted(set(self._ranks) - set(before))
-        if gone:
-            self._write("death", first, ranks=gone)
-        if new:
-            self._write("join", first, ranks=new)
 
     def _start(self, step: int) -> None:
         context = self._context

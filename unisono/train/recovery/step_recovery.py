@@ -254,6 +254,9 @@ class StepRecovery:
             self._lost += formed.lost
             self.deaths += [{"process": number, "step": steps_done} for number in formed.lost]
             self.joined += [{"process": number, "step": steps_done} for number in formed.joined]
+            for event, numbers in (("death", formed.lost), ("join", formed.joined)):
+                if numbers:
+                    self.context.monitor.event({"event": event, "step": steps_done, "ranks": list(numbers)})
             try:
                 with wrap_peer_errors(REGROUPING):
                     mine = PeerReport(self._completed, whole, in_step, list(held()), self._is_empty)
