@@ -17,7 +17,7 @@ The fields of a step's line; only the first three are in every line:
     loss       the loss of the step
     samples    samples of these steps over all processes, in the timeline of the main process, like the next three
     weight     their weight (tokens, say), if that is another number
-    lr         the learning rate of the first parameter group
+    lr         the learning rate of the first parameter group, in seven digits, like the next one
     grad_norm  the norm of the gradient before clipping, if it was computed
     log        the values of `run.log`
 
@@ -127,7 +127,7 @@ class Timeline:
         if loss is not None:
             tail += f',"loss":{_number(loss)}'
         for name, value in more.items():
-            tail += f',"{name}":{_number(value)}'
+            tail += f',"{name}":{_seven_digits(value)}'
         if log:
             tail += ',"log":{' + ",".join([f"{_encode(name)}:{_json(value)}" for name, value in log.items()]) + "}"
         line = f'{{"step":{step},"t":{now:.3f},"us":{str(spent).replace(" ", "")}{tail}}}\n'
@@ -226,6 +226,10 @@ def is_cut_off(file: int, size: int) -> bool:
 def _number(value: float) -> str:
     value = float(value)
     return repr(value) if math.isfinite(value) else f'"{value}"'
+
+
+def _seven_digits(value: float) -> str:
+    return f"{value:.7g}" if math.isfinite(value) else f'"{value}"'
 
 
 def _json(value: Any) -> str:
