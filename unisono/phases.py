@@ -20,6 +20,10 @@ Observer = Callable[[str, str], None]
 """Called as observer(left, entered) at every change. It must be fast and must not raise (injected faults may)."""
 
 
+WaitObserver = Callable[[float], None]
+"""Called as observer(seconds) after a wait for messages, by the thread that has waited. It must not raise."""
+
+
 class CommWait:
     """Seconds that this process has waited for messages of others, in any phase, since its start.
 
@@ -79,6 +83,7 @@ position = Position()
 
 _now = "other"
 _observers: tuple[Observer, ...] = ()
+_wait_observers: tuple[WaitObserver, ...] = ()
 
 
 def now() -> str:
@@ -124,3 +129,22 @@ def unobserve(observer: Observer) -> None:
     """Stop calling `observer`. Does nothing for an unknown observer."""
     global _observers
     _observers = tuple(o for o in _observers if o is not observer)
+
+
+def count_wait(seconds: float) -> None:
+    """Add the seconds of a wait for messages, which has just ended."""
+    CommWait.seconds += seconds
+    for observer in _wait_observers:
+        observer(seconds)
+
+
+def observe_waits(observer: WaitObserver) -> None:
+    """Call `observer(seconds)` after every wait from now on."""
+    global _wait_observers
+    _wait_observers = (*_wait_observers, observer)
+
+
+def unobserve_waits(observer: WaitObserver) -> None:
+    """Stop calling `observer`. Does nothing for an unknown observer."""
+    global _wait_observers
+    _wait_observers = tuple(o for o in _wait_observers if o is not observer)

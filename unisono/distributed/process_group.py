@@ -101,7 +101,7 @@ def wait_for(works: Iterable[Work]) -> None:
     began = time.perf_counter()
     for work in works:
         work.wait()
-    phases.CommWait.seconds += time.perf_counter() - began
+    phases.count_wait(time.perf_counter() - began)
 
 
 # torch 2.13 renamed all_gather_into_tensor, and warns about the old name
