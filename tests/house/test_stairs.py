@@ -17,6 +17,7 @@ from unisono import _EXPORTS
 
 STEPS = {
     "errors": 0,
+    "profiles": 1,
     "trackers": 1,
     "config": 2,
     "environment": 2,
@@ -43,7 +44,7 @@ STEPS = {
     "notebook": 11,
     "__main__": 12,
 }
-WITHOUT_TORCH = ("errors", "trackers", "config", "environment", "plan", "machine", "phases", "launcher")
+WITHOUT_TORCH = ("errors", "profiles", "trackers", "config", "environment", "plan", "machine", "phases", "launcher")
 WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 
 

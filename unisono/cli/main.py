@@ -22,6 +22,7 @@ from unisono.cli.commands.copy import copy
 from unisono.cli.commands.doctor import doctor
 from unisono.cli.commands.export import export
 from unisono.cli.commands.fingerprint import fingerprint
+from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
@@ -43,6 +44,7 @@ Examples:
   unisono prove train.py                compare shards and other placements
   unisono replay runs/mine --step 43    repeat a step of a run on one process
   unisono audit runs/mine               detect hardware that computes wrongly
+  unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -89,6 +91,11 @@ FINGERPRINT = """\
   unisono fingerprint runs/mine          its newest complete checkpoint
   unisono fingerprint runs/mine/checkpoints/step-00000040 --state
 """
+PROFILE = """\
+  unisono run train.py --run-dir runs/mine --set profile.steps=20:23
+  unisono profile runs/mine
+  unisono profile runs/mine --rows 30
+"""
 EXPORT = """\
   unisono export runs/mine model.safetensors
   unisono export runs/mine average.safetensors --model average
@@ -106,6 +113,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (replay, VERIFY, REPLAY),
     (doctor, INSPECT, DOCTOR),
     (fingerprint, INSPECT, FINGERPRINT),
+    (profile, INSPECT, PROFILE),
     (export, INSPECT, EXPORT),
 )
 """Each verb with its group in the help, and examples."""

@@ -227,6 +227,17 @@ class DivergenceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """Which steps torch's profiler records, and what it records of them."""
+
+    steps: str = setting("", "steps to profile: FIRST:END, as in 20:23 for steps 20, 21 and 22; empty: none")
+    ranks: str = setting("all", "ranks that record these steps, separated by commas; all: every rank")
+    memory: bool = setting(False, "also record allocations of memory")
+    shapes: bool = setting(False, "also record the shapes of operators' inputs")
+    stacks: bool = setting(False, "also record Python calls; slower")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromiseSettings:
     """When a run checks its promise, and what happens if it does not hold."""
 
@@ -296,6 +307,7 @@ class Settings:
         0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)
     )
     machine: MachineSettings = field(default_factory=MachineSettings)
+    profile: ProfileSettings = field(default_factory=ProfileSettings)
     promise: PromiseSettings = field(default_factory=PromiseSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
 
@@ -312,6 +324,7 @@ SECTIONS = (
     BalanceSettings,
     DivergenceSettings,
     MachineSettings,
+    ProfileSettings,
     PromiseSettings,
     WatchdogSettings,
 )

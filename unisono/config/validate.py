@@ -15,6 +15,7 @@ from unisono.config.schema import ParallelSettings, Settings
 from unisono.config.validate_sizes import WITH_MESH, WITHOUT_MESH, choose_mesh
 from unisono.config.value_types import ValueMismatch, shown, typed
 from unisono.errors import Problem, SettingsError
+from unisono.profiles.profiled_steps import profile_problems
 from unisono.trackers.registry import tracker_problems
 
 
@@ -62,6 +63,7 @@ def check(settings: Any, size: int, line: CommandLine, unknown: Collection[str] 
     problems += [conflict.problem(found, line) for conflict in conflicts_among(found)]
     problems += [problem for rule in WITHOUT_MESH for problem in rule(values, line)]
     problems += tracker_problems(values.get("track", ""), lambda text: str(line.setting(text)))
+    problems += profile_problems(values, size, lambda text: str(line.setting(text)))
     problems += wrong or [problem for rule in WITH_MESH for problem in rule(values, axes, line)]
     return problems
 

@@ -32,6 +32,7 @@ from unisono.train.guarantees.deterministic_kernels import describe_kernels
 from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.rank_consistency import ModeCheck, check_same_parameters
 from unisono.train.loop import SyncLoop
+from unisono.train.profiling.step_profiler import build_profiler
 from unisono.train.recording.event_recorder import EventRecorder
 from unisono.train.recording.machine_sampling import build_machine_sampling
 from unisono.train.recovery.crash_handoff import hands_off
@@ -283,4 +284,5 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
     found += build_tracking(context)
     if context.inspection is not None:
         found.append(context.inspection.build(context, parts))
+    found += build_profiler(context)  # the last one, so that it records nothing of the others but their rounds
     return found
