@@ -12,6 +12,7 @@ from tests.unit.test_config import Settings
 from unisono.config import CommandLine, ParallelSettings
 from unisono.config.mesh_shape import FILL, MeshShape, fill, fitting, wanted
 from unisono.config.validate import check
+from unisono.config.validate_sizes import choose_mesh
 
 small = st.integers(1, 6)
 
@@ -119,3 +120,8 @@ def test_a_mesh_that_does_not_fit_is_refused_with_a_valid_one(
     assert problem.error == error
     assert true in problem.facts
     assert do in problem.remedy
+
+
+def test_axes_without_a_value_count_as_one() -> None:
+    _, (problem,) = choose_mesh({"parallel.shard": 2}, 3, LINE)
+    assert problem.facts == "parallel.shard=2 needs a multiple of 2."

@@ -54,13 +54,14 @@ def choose_mesh(values: Mapping[str, Any], size: int, line: CommandLine) -> tupl
     axes = fill(sizes, size)
     if axes is not None:
         return axes, []
-    product = " times ".join(f"{name}={values[name]}" for name in given if values[name] != 1) or f"{given[0]}=1"
-    true = f"{product} needs {'a multiple of ' * bool(filled)}{prod(values[name] for name in given)}."
+    fixed = {name: sizes[names[name]] for name in given}
+    product = " times ".join(f"{name}={count}" for name, count in fixed.items() if count != 1) or f"{given[0]}=1"
+    true = f"{product} needs {'a multiple of ' * bool(filled)}{prod(fixed.values())}."
     dos = [str(line.in_processes(n)) for n in fitting(sizes, size)]
     if not filled and "parallel.replicate" in given and size % prod(sizes[a] for a in sizes if a != "replicate") == 0:
         dos.append(str(line.setting("parallel.replicate=-1")))
     elif size == 1:
-        dos.append(str(line.setting(*(f"{name}=1" for name in given if values[name] != 1))))
+        dos.append(str(line.setting(*(f"{name}=1" for name, count in fixed.items() if count != 1))))
     return MeshShape(), [
         Problem(f"{plural(size, 'process', 'processes')} cannot form the mesh.", true, ", or: ".join(dos))
     ]

@@ -5,7 +5,7 @@
 {"event": "death", "step": 31, "ranks": [2]}                    these ranks left the run; "join": they joined it
 {"event": "skipped", "step": 12}                                the fp16 scale was too high for the gradient
 
-The recovery of a step adds deaths and joins (recovery/step_recovery.py).
+The recovery of a step adds deaths and joins (unisono/train/recovery/step_recovery.py).
 """
 
 from __future__ import annotations
