@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import select
 import sys
 import tomllib
 import uuid
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.trackers.growing_file import GrowingFile, input_ended
 from unisono.trackers.registry import build_tracker, names_of
 from unisono.trackers.tracker import TrackedRun, Tracker
 
@@ -130,29 +130,17 @@ def _text(path: Path) -> str:
 
 def follow(path: Path, trackers: Sequence[SafeTracker]) -> None:
     """Send the lines of a timeline to trackers, until standard input has ended and the file has no more."""
-    rest, over = b"", False
-    while not path.exists() and not over:
-        over = _input_ended(POLL_SECONDS)
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        while True:
-            data = file.read()
-            *lines, rest = (rest + data).split(b"\n")
+    file, over = GrowingFile(path), False
+    while True:
+        while lines := file.lines():
             for step, time, numbers in steps_in(lines):
                 for tracker in trackers:
                     tracker.log(step, time, numbers)
-            if data:
-                for tracker in trackers:
-                    tracker.flush()
-            if over:
-                return
-            over = _input_ended(POLL_SECONDS)
-
-
-def _input_ended(seconds: float) -> bool:
-    """Wait until standard input ends, at most for `seconds`. Return whether it has ended."""
-    return bool(select.select([sys.stdin], [], [], seconds)[0]) and not os.read(0, 1)
+            for tracker in trackers:
+                tracker.flush()
+        if over:
+            return
+        over = input_ended(POLL_SECONDS)
 
 
 def main() -> None:

@@ -1,0 +1,77 @@
+"""Run a process beside the main process that follows the timelines: experiment trackers, the metrics page."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from unisono.environment import inherited
+from unisono.train.extensions import Extension
+
+if TYPE_CHECKING:
+    from unisono.train.context import RunContext
+
+
+class FollowerProcess(Extension):
+    """Run `python -m MODULE ARGUMENTS` on the main process. After its death, the next main process starts its own.
+
+    The process ends when its standard input ends: with the main process, whatever ended it. What it prints is printed
+    by the main process.
+
+    Args:
+        context: The context of the run.
+        module: The module.
+        arguments: Returns its arguments; called when the process is started.
+        patience: Seconds that the end of a run waits for it.
+        late: Printed if it needs longer.
+    """
+
+    def __init__(
+        self, context: RunContext, module: str, arguments: Callable[[], Sequence[str]], patience: float, late: str = ""
+    ) -> None:
+        self._context, self._module, self._arguments = context, module, arguments
+        self._patience, self._late = patience, late
+        self._process: subprocess.Popen[str] | None = None
+        if not context.world.joins:  # a replacement has a group of its own until it joins
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is not None or self._context.group.rank:
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self._module, *self._arguments()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=inherited({"PYTHONPATH": ":".join(path for path in sys.path if path)}),
+            start_new_session=True,  # Ctrl-C ends training, and with it the follower
+        )
+        name = self._module.rpartition(".")[2]
+        threading.Thread(target=self._show, args=(self._process,), name=name, daemon=True).start()
+
+    def _show(self, process: subprocess.Popen[str]) -> None:
+        """Print what the follower prints."""
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError, OSError):
+            for line in process.stdout:
+                self._context.monitor.note(line.rstrip())
+
+    def regrouped(self, first: int, *, failed: bool) -> None:
+        self._start()
+
+    def ended(self, error: Exception | None) -> None:
+        process = self._process
+        if process is None or error is not None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(self._patience)
+        except subprocess.TimeoutExpired:
+            if self._late:
+                self._context.monitor.note(self._late)
