@@ -34,6 +34,7 @@ STEPS = {
     "checkpoint": 5,
     "monitor": 5,
     "report": 6,
+    "metrics": 6,
     "train": 6,
     "local_sgd": 7,
     "param_server": 7,
@@ -44,7 +45,18 @@ STEPS = {
     "notebook": 11,
     "__main__": 12,
 }
-WITHOUT_TORCH = ("errors", "profiles", "trackers", "config", "environment", "plan", "machine", "phases", "launcher")
+WITHOUT_TORCH = (
+    "errors",
+    "profiles",
+    "trackers",
+    "metrics",
+    "config",
+    "environment",
+    "plan",
+    "machine",
+    "phases",
+    "launcher",
+)
 WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 
 

@@ -272,6 +272,14 @@ class MachineSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsSettings:
+    """The page of metrics that Prometheus reads."""
+
+    port: int = setting(0, "port of a page with the run's metrics for Prometheus; 0: no page", Range(0, 65535))
+    address: str = setting("127.0.0.1", "address that the page is served at; 0.0.0.0: all networks of the host")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings that every run has. A script's own class inherits from this one."""
 
@@ -303,6 +311,7 @@ class Settings:
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     track: str = setting("", "experiment trackers, separated by commas: csv, tensorboard, or module:Class of your own")
+    metrics: MetricsSettings = field(default_factory=MetricsSettings)
     audit_every: int = setting(
         0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)
     )
@@ -325,6 +334,7 @@ SECTIONS = (
     DivergenceSettings,
     MachineSettings,
     ProfileSettings,
+    MetricsSettings,
     PromiseSettings,
     WatchdogSettings,
 )

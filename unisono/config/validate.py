@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from unisono.config.command_line import CommandLine
@@ -64,8 +65,20 @@ def check(settings: Any, size: int, line: CommandLine, unknown: Collection[str] 
     problems += [problem for rule in WITHOUT_MESH for problem in rule(values, line)]
     problems += tracker_problems(values.get("track", ""), lambda text: str(line.setting(text)))
     problems += profile_problems(values, size, lambda text: str(line.setting(text)))
+    problems += _missing_exporter(values.get("metrics.port", 0))
     problems += wrong or [problem for rule in WITH_MESH for problem in rule(values, axes, line)]
     return problems
+
+
+def _missing_exporter(port: int) -> list[Problem]:
+    """Return a problem if metrics are wanted, and the package that serves them is not installed."""
+    if not port or find_spec("prometheus_client") is not None:
+        return []
+    facts = "It is not installed."
+    return [Problem(f"metrics.port = {port} needs the package prometheus-client.", facts, INSTALL_METRICS)]
+
+
+INSTALL_METRICS = "pip install 'unisono[metrics]'"
 
 
 def needs_dry_run(settings: Settings) -> bool:

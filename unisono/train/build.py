@@ -35,6 +35,7 @@ from unisono.train.loop import SyncLoop
 from unisono.train.profiling.step_profiler import build_profiler
 from unisono.train.recording.event_recorder import EventRecorder
 from unisono.train.recording.machine_sampling import build_machine_sampling
+from unisono.train.recording.metrics_export import build_metrics
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
@@ -282,6 +283,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
     found.append(EventRecorder(context, parts))
     found += build_machine_sampling(context)
     found += build_tracking(context)
+    found += build_metrics(context)
     if context.inspection is not None:
         found.append(context.inspection.build(context, parts))
     found += build_profiler(context)  # the last one, so that it records nothing of the others but their rounds
