@@ -49,7 +49,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World, in_a_kernel, variables
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
-from unisono.launcher import failure_record
+from unisono.launcher import failure_record, rank_logging
 from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
@@ -152,7 +152,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         assert axes is not None, "checked with the settings"
         identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
-        console.start(group.rank if world.number is None else world.number, world.size)
+        _start_output(group.rank if world.number is None else world.number, world, run_dir)
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
@@ -185,6 +185,12 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             _train(train, run, start, color)
 
 
+def _start_output(rank: int, world: World, run_dir: Path) -> None:
+    """Print messages, records and warnings as this rank from now on."""
+    console.start(rank, world.size)
+    rank_logging.start(rank, run_dir / "log" / f"rank-{rank}.log", launched=world.launcher == "unisono")
+
+
 def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, color: bool) -> None:
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
@@ -202,10 +208,13 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     except Exception as error:
         for end in context.hooks.ended:
             end(error)
+        if context.world.launcher != "unisono":  # which writes it to the log itself
+            rank_logging.record_failure(error)
         raise
     finally:
         lifecycle.close(context)
         console.stop()
+        rank_logging.stop()
     if context.waits:  # the run ended before this replacement joined
         return
     result = result_of(context)

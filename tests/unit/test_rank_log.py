@@ -58,12 +58,15 @@ def test_an_endless_line_does_not_fill_the_memory(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
-    log = RankLog(Path("/dev/full"))
+@pytest.mark.parametrize("full", [["rank-0.log"], ["rank-0.times"], ["rank-0.log", "rank-0.times"]])
+def test_a_full_disk_ends_the_log_and_not_the_run(tmp_path: Path, full: list[str]) -> None:
+    for name in full:
+        (tmp_path / name).symlink_to("/dev/full")
+    log = RankLog(tmp_path / "rank-0.log")
     log.write(b"a line\n")
-    assert log.error is not None
+    assert (log.error is not None) == ("rank-0.log" in full)
     log.write(b"another\n")
-    log.close()
+    log.close("ended 0")
 
 
 def test_last_lines_skips_blank_lines(tmp_path: Path) -> None:

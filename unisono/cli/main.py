@@ -26,6 +26,7 @@ from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
+from unisono.cli.logs.logs_command import logs
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
@@ -45,6 +46,7 @@ Examples:
   unisono replay runs/mine --step 43    repeat a step of a run on one process
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
+  unisono logs runs/mine --errors       print the errors of all ranks
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -87,6 +89,11 @@ DOCTOR = """\
   unisono doctor --json
   unisono doctor --rehearse train.py --ranks 4
 """
+LOGS = """\
+  unisono logs runs/mine                 all ranks, merged by time
+  unisono logs runs/mine --rank 2 --follow
+  unisono logs runs/mine --errors
+"""
 FINGERPRINT = """\
   unisono fingerprint runs/mine          its newest complete checkpoint
   unisono fingerprint runs/mine/checkpoints/step-00000040 --state
@@ -112,6 +119,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (audit, VERIFY, AUDIT),
     (replay, VERIFY, REPLAY),
     (doctor, INSPECT, DOCTOR),
+    (logs, INSPECT, LOGS),
     (fingerprint, INSPECT, FINGERPRINT),
     (profile, INSPECT, PROFILE),
     (export, INSPECT, EXPORT),

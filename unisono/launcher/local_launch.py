@@ -156,12 +156,20 @@ def _spec(
         folder: the launcher's private folder.
         seconds: the time after which the process dies; 0: no limit.
     """
-    record = folder / f"rank-{number}.json"
-    order = json.dumps({"world": asdict(world), "record": str(record), "seconds": seconds, "launcher": os.getpid()})
+    record, log = folder / f"rank-{number}.json", logs / f"rank-{number}.log"
+    order = json.dumps(
+        {
+            "world": asdict(world),
+            "record": str(record),
+            "log": str(log.absolute()),
+            "seconds": seconds,
+            "launcher": os.getpid(),
+        }
+    )
     return WorkerSpec(
         command=[*_python(), "-m", "unisono.launcher.worker_main", order, *command],
         environment=environment,
-        log=logs / f"rank-{number}.log",
+        log=log,
         record=record,
         replacement=world.joins,
     )

@@ -36,6 +36,7 @@ from typing import IO, Any, NamedTuple
 from unisono.config.wording import plural
 from unisono.launcher.elastic_policy import ElasticLauncher
 from unisono.launcher.failure_record import clean_end_at, hands_off_shards, read
+from unisono.launcher.rank_log import append_failure
 from unisono.launcher.worker_process import CRASHES, WorkerFailure, WorkerProcess, WorkerSpec
 
 __all__ = ["WorkerFailure", "RunOutcome", "WorkerSpec", "supervise"]
@@ -341,7 +342,7 @@ class _Supervisor:
             self.selector.unregister(process.stdout)
         process.stdout.close()
         process.stdin.close()
-        process.log.close()
+        process.log.close(process.ending)
 
     def _terminate_others(self) -> None:
         """End all processes after a failure."""
@@ -392,11 +393,7 @@ class _Supervisor:
         failures = [failure for process in self.processes if (failure := self._failure_of(process))]
         for failure in failures:
             if failure.record is not None:
-                with (
-                    contextlib.suppress(OSError),
-                    open(failure.log, "a", encoding="utf-8", errors="backslashreplace") as log,
-                ):
-                    log.write((failure.record.traceback or failure.record.message).rstrip("\n") + "\n")
+                append_failure(failure.log, failure.record.traceback or failure.record.message, failure.time)
         if self.killing and not self.failing:
             return RunOutcome(1, stopped=True)
         if self.stopped_at is not None and (self.ended_early or not failures):

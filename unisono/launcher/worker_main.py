@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from unisono import environment
-from unisono.launcher import failure_record
+from unisono.launcher import failure_record, rank_logging
 
 
 def main() -> None:
@@ -35,7 +35,9 @@ def main() -> None:
     signal.alarm(order["seconds"])  # 0: no alarm
     _exit_with_launcher(order["launcher"], path.parent)
     failure_record.write_to(path)
-    environment.assign(environment.World(**order["world"]))
+    world = environment.World(**order["world"])
+    environment.assign(world)
+    rank_logging.start(world.rank if world.number is None else world.number, Path(order["log"]), launched=True)
 
     sys.argv = [script, *arguments]
     folder = str(Path(script).resolve().parent)  # plain Python puts the script's folder first

@@ -173,6 +173,20 @@ class WorkerProcess:
         """Whether the others continue without it."""
         return is_spare(self.spec.record)
 
+    @property
+    def ending(self) -> str:
+        """How it ended, for the last mark of its log (rank_log.py); "" if that is not known."""
+        code = self.popen.returncode
+        if code is None:
+            return ""
+        if self.spec.record.exists():
+            word = "failed"
+        elif self.terminated or self.killed:
+            word = "stopped"
+        else:
+            word = "died" if code else "ended"
+        return f"{word} {code}"
+
     def failed(self) -> bool:
         """Return whether it has ended with a failure."""
         code = self.popen.returncode

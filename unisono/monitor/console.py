@@ -68,6 +68,7 @@ class BrokenPipeStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.reader_is_gone = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -93,6 +94,7 @@ class BrokenPipeStream:
 
     def _discard(self) -> None:
         """Redirect the file descriptor to the null device: the buffer's content, and all later output."""
+        self.reader_is_gone = True
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self._stream.fileno())
         os.close(null)

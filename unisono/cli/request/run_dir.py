@@ -220,6 +220,11 @@ class LockHolder(NamedTuple):
     host: str
 
 
+def is_in_use(path: Path) -> bool:
+    """Return whether a process of this or another host writes to a run directory."""
+    return _holder(path) is not None
+
+
 def _holder(path: Path) -> LockHolder | None:
     """Return the process that holds the lock; None if there is none, or if that is not known."""
     try:

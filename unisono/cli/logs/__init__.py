@@ -1,0 +1,1 @@
+"""Read the logs of all ranks of a run, merged by time."""
