@@ -32,6 +32,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from unisono import environment
 from unisono.checkpoint import manifest
 from unisono.cli.commands.run_command import numbers
+from unisono.cli.notebook_line import STEP, NotebookLine
 from unisono.cli.request.restarts import run_with_restarts
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, write
 from unisono.cli.request.run_options import RunRequest
@@ -236,7 +237,8 @@ def _shown() -> Iterator[tuple[int, int]]:
         yield 1, 0
         return
     reader, writer = os.pipe()
-    thread = threading.Thread(target=_forward, args=(reader, sys.stdout), name="unisono.launch", daemon=True)
+    forward = ForwardToNotebook(sys.stdout) if environment.in_a_kernel() else ForwardToStream(sys.stdout)
+    thread = threading.Thread(target=_read, args=(reader, forward), name="unisono.launch", daemon=True)
     thread.start()
     try:
         yield writer, COLUMNS
@@ -248,9 +250,61 @@ def _shown() -> Iterator[tuple[int, int]]:
 CODES = re.compile("\x1b\\[[0-9;]*[A-Za-z]")
 
 
-def _forward(reader: int, screen: TextIO) -> None:
-    """Copy output to `screen`. A line that ends in a carriage return is overwritten by the next one."""
-    width = 0
+class ForwardToStream:
+    """Copy output to a stream. A line that ends in a carriage return is overwritten by the next one."""
+
+    def __init__(self, screen: TextIO) -> None:
+        self._screen = screen
+        self._width = 0
+
+    def line(self, text: str) -> None:
+        """Print a whole line."""
+        self._screen.write("\r" * bool(self._width) + text.ljust(self._width) + "\n")
+        self._screen.flush()
+        self._width = 0
+
+    def live(self, text: str) -> None:
+        """Print a line that the next one overwrites; "": the next one is that which follows it."""
+        if text:
+            self._screen.write("\r" + text.ljust(self._width))
+            self._screen.flush()
+            self._width = max(self._width, len(text))
+
+    def close(self) -> None:
+        """End an unfinished line."""
+        if self._width:
+            self._screen.write("\n")
+
+
+class ForwardToNotebook:
+    """Copy output to a cell: the progress line as HTML that is updated in place, other lines as text."""
+
+    def __init__(self, screen: TextIO) -> None:
+        self._screen = screen
+        self._progress = NotebookLine()
+        self._cleared = False  # the progress line was cleared for the next line
+
+    def line(self, text: str) -> None:
+        """Print a whole line, or keep it as the last state of the progress line."""
+        if self._cleared and STEP.match(text):
+            self._progress.show(text)
+        else:
+            self._screen.write(text + "\n")
+            self._screen.flush()
+        self._cleared = False
+
+    def live(self, text: str) -> None:
+        """Show the progress line; "": it is cleared."""
+        self._cleared = not text
+        if text:
+            self._progress.show(text)
+
+    def close(self) -> None:
+        """Do nothing: the progress line stays."""
+
+
+def _read(reader: int, forward: ForwardToStream | ForwardToNotebook) -> None:
+    """Divide output into whole lines and live ones, which end in a carriage return."""
     with open(reader, encoding="utf-8", errors="replace", newline="") as stream:
         piece = ""
         while char := stream.read(1):
@@ -258,15 +312,8 @@ def _forward(reader: int, screen: TextIO) -> None:
                 piece += char
                 continue
             text, piece = CODES.sub("", piece), ""
-            if char == "\n":
-                screen.write("\r" * bool(width) + text.ljust(width) + "\n")
-                width = 0
-            elif text:
-                screen.write("\r" + text.ljust(width))
-                width = max(width, len(text))
-            screen.flush()
-        if width:
-            screen.write("\n")
+            (forward.line if char == "\n" else forward.live)(text)
+    forward.close()
 
 
 def _how_to_resume(run_dir: Path, line: LaunchCall) -> str:

@@ -101,9 +101,13 @@ def test_a_notebook_has_the_bits_of_the_command(command: Command, monkeypatch: p
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in cells])
     NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(command.folder)}}).execute()
     trained, resumed, failed, refused = notebook.cells[1:]
-    *live, last = output_of(trained).splitlines()
+    *printed, last = output_of(trained).splitlines()
     assert last == command_fingerprint(command)
-    assert any(line.startswith("step 3/3  loss ") for line in live)
+    (progress,) = [output.data for output in trained.outputs if output.output_type == "display_data"]
+    assert progress["text/plain"].startswith("step 3/3  loss ")
+    assert '<progress value="3" max="3"' in progress["text/html"]
+    assert "run directory: both" in printed
+    assert not [line for line in printed if "step " in line or "\r" in line or "\x1b" in line]
     assert resumed.outputs[-1]["data"]["text/plain"] == "5"
     assert output_of(failed).splitlines()[-1] == "1 AssertionError True"
     assert output_of(refused) == "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)\n"
