@@ -47,14 +47,14 @@ from unisono.distributed.existing_group import take_over
 from unisono.distributed.init import device_kind
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
-from unisono.environment import World, in_a_kernel, variables
+from unisono.environment import World, in_a_kernel, wants_color
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
 from unisono.launcher import failure_record, rank_logging
 from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
-from unisono.report.closing_lines import closing_lines, read_result
+from unisono.report.closing_lines import WIDTH, closing_lines, read_result
 from unisono.report.findings.evidence import Finding
 from unisono.report.findings.find_all import find_all
 from unisono.report.run_files import RunFiles
@@ -162,7 +162,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
         if not world.joins:
             _on_main(group, lambda: start.write_files(run_dir, loaded, {**facts, "differences": differences}))
-        color = world.terminal and not variables(("NO_COLOR",))
+        color = wants_color(world.terminal)
         loop = choose_loop(loaded.settings, group)
         context = build_context(
             loaded.settings,
@@ -238,6 +238,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
                 again=str(start.line().flag("--resume")),
                 color=color,
                 ascii_only=plain,
+                width=min(context.world.width or WIDTH, WIDTH),
             )
             print("\n".join(["", *lines]), flush=True)
         elif context.world.launcher != "unisono":

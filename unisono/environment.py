@@ -104,6 +104,11 @@ class World:
         object.__setattr__(self, "devices", DeviceAssignment(*self.devices))  # a list, where it was read from JSON
 
     @property
+    def width(self) -> int:
+        """Columns of the terminal that shows this process's output; 0: there is none, so lines may have any length."""
+        return (self.columns or terminal_columns()) if self.terminal else 0
+
+    @property
     def cpu_ranks(self) -> int:
         """The number of ranks that compute on the CPU, while others use accelerators."""
         return self.devices.cpu_ranks
@@ -159,6 +164,23 @@ def assigned() -> bool:
 def draws_live_lines() -> bool:
     """Return whether standard output is a terminal that can redraw a line."""
     return sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def wants_color(terminal: bool) -> bool:
+    """Return whether output is colored: on a terminal, or where FORCE_COLOR is set; never where NO_COLOR is set.
+
+    See https://no-color.org and https://force-color.org. An empty value counts as not set, and so does FORCE_COLOR=0.
+    """
+    given = variables(("NO_COLOR", "FORCE_COLOR"))
+    return not given.get("NO_COLOR") and (terminal or given.get("FORCE_COLOR", "") not in ("", "0"))
+
+
+def terminal_columns() -> int:
+    """Return the width of the terminal at standard output; 0: it is none, or its width is unknown."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:

@@ -1,8 +1,9 @@
-"""Parts of messages: the nearest known name, plurals, and sizes in bytes."""
+"""Parts of messages: the nearest known name, plurals, sizes in bytes, and lines of a width."""
 
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 
@@ -28,3 +29,24 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB" if num_bytes < 999.5 else f"{num_bytes:.0f} TB"
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return text whose lines are at most `width` columns; 0: as it is.
+
+    What is typed or copied stays whole: a command after "Next: ", which gets a line of its own, and words such as
+    paths. So do the lines of a traceback.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
+
+
+def _wrapped_line(line: str, width: int) -> list[str]:
+    start = line.lstrip()
+    indent = line[: len(line) - len(start)]
+    if not width or len(line) <= width or len(indent) >= 4 or start.startswith(("Next: ", "File ")):
+        return [line]
+    before, next_, command = line.partition("Next: ")
+    lines = textwrap.wrap(
+        before, max(width, 20), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [*lines, f"{indent}  {next_}{command}"] if next_ else lines

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import size
+from unisono.config.wording import wrapped
 from unisono.report.findings.evidence import Finding
 
 WIDTH = 80
-"""Width of the lines. Only a path, or the command of an advice, may be longer."""
+"""Greatest width of the lines. Only a path, or the command of an advice, may be longer."""
 
 _BAR = 32
 
@@ -37,6 +38,7 @@ def time_shares(
     steps: int | None = None,
     color: bool = False,
     ascii_only: bool = False,
+    width: int = WIDTH,
 ) -> str:
     """Return a table of phases with seconds, share of the total, and a bar, longest first.
 
@@ -46,6 +48,7 @@ def time_shares(
         steps: Number of steps for the first line.
         color: Use colors.
         ascii_only: Draw without block characters, for a stream whose encoding has none.
+        width: Width of the lines.
     """
     spent = {phase: s for phase, s in seconds.items() if s > 0}
     total = sum(spent.values()) if total is None else total
@@ -58,9 +61,10 @@ def time_shares(
     times = {phase: _clock(s) for phase, s in spent.items()}
     name_width, time_width = max(map(len, spent)), max(map(len, times.values()))
     longest = max(spent.values())
+    room = max(4, min(_BAR, width - name_width - time_width - 12))
     for phase, s in sorted(spent.items(), key=lambda item: -item[1]):
         share = f"{s / total:4.0%}" if s / total >= 0.005 else " <1%"
-        bar = _bar(s / longest * _BAR, ascii_only)
+        bar = _bar(s / longest * room, ascii_only)
         if color:
             bar = f"\x1b[{_colors.get(phase, '34')}m{bar}\x1b[0m"
         lines.append(f"  {phase:<{name_width}}  {times[phase]:>{time_width}}  {share}  {bar}".rstrip())
@@ -76,6 +80,7 @@ def closing_lines(
     again: str = "the same command with --resume",
     color: bool = False,
     ascii_only: bool = False,
+    width: int = WIDTH,
 ) -> list[str]:
     """Return the lines at the end of a run: times, what slows it down, run directory, promise, fingerprint.
 
@@ -87,25 +92,27 @@ def closing_lines(
         again: The command that resumes a stopped run.
         color: Use colors.
         ascii_only: Draw without block characters.
+        width: Width of the lines.
     """
     phases: Mapping[str, float] = result.get("phases") or {}
     lines: list[str] = []
     if sum(phases.values()) > 0:
         steps = None if result.get("steps") is None else result["steps"] - result.get("resumed_at", 0)
-        lines += time_shares(phases, steps=steps, color=color, ascii_only=ascii_only).split("\n")
+        lines += time_shares(phases, steps=steps, color=color, ascii_only=ascii_only, width=width).split("\n")
         for finding in findings[:FINDINGS]:
-            lines += lines_of(finding)
+            lines += lines_of(finding, width=width)
         if len(findings) > FINDINGS:
             lines.append(f"{len(findings) - FINDINGS} more: unisono report {shown or run_dir} --text")
         lines.append("")
     facts = {"run": str(shown or run_dir), **_facts(result)}
-    width = max(map(len, facts))
+    indent = max(map(len, facts))
     for name, value in facts.items():
         # a path may have spaces, and is copied as it is
-        first, *rest = [value] if name == "run" else textwrap.wrap(value, WIDTH - width - 2, break_on_hyphens=False)
-        lines += [f"{_bold(f'{name:<{width}}', color)}  {first}", *(f"{'':{width}}  {more}" for more in rest)]
+        first, *rest = [value] if name == "run" else textwrap.wrap(value, width - indent - 2, break_on_hyphens=False)
+        lines += [f"{_bold(f'{name:<{indent}}', color)}  {first}", *(f"{'':{indent}}  {more}" for more in rest)]
     if result.get("stopped"):
-        lines.append(f"This run was stopped before its end. Next: {again}")
+        room = width if width < WIDTH else 0  # one line where it fits, and in a pipe
+        lines += wrapped(f"This run was stopped before its end. Next: {again}", room).split("\n")
     return lines
 
 
@@ -141,14 +148,14 @@ def _energy(energy: Mapping[str, Any]) -> str:
     return f"{whole}{each} ({energy['source']})"
 
 
-def lines_of(finding: Finding, *, evidence: bool = False) -> list[str]:
+def lines_of(finding: Finding, *, evidence: bool = False, width: int = WIDTH) -> list[str]:
     """Return a finding as text: what it is, with `evidence` its numbers, what to type, and the expected gain."""
-    lines = [finding.fact]
+    lines = wrapped(finding.fact, width).split("\n")
     if evidence:
-        lines += ["  " + line for sentence in finding.evidence for line in textwrap.wrap(sentence, WIDTH - 2)]
+        lines += ["  " + line for sentence in finding.evidence for line in textwrap.wrap(sentence, width - 2)]
     gain = f" (saves about {finding.gain:.0%} of the time)" if finding.gain is not None else ""
     other = " It changes the result." if finding.changes_result else ""
-    first, *rest = textwrap.wrap(f"Next: {finding.advice}{gain}{other}", WIDTH - 2, break_on_hyphens=False)
+    first, *rest = textwrap.wrap(f"Next: {finding.advice}{gain}{other}", width - 2, break_on_hyphens=False)
     return [*lines, f"  {first}", *(f"    {line}" for line in rest)]
 
 

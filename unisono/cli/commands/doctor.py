@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -24,7 +25,7 @@ from cyclopts import Parameter
 import unisono
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
-from unisono.environment import variables
+from unisono.environment import terminal_columns, variables
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 
@@ -123,9 +124,19 @@ def print_finding(finding: Finding) -> None:
 
     style = {"ok": "green", "note": "yellow", "broken": "bold red"}[finding.level]
     console = Console(soft_wrap=True, highlight=False)
-    console.print(Text.assemble((f"{finding.level:7}", style), f"{finding.what:14} {finding.facts}"))
+    columns = terminal_columns()
+    room = max(columns - INDENT, 20) if columns else sys.maxsize
+    first, *more = textwrap.wrap(finding.facts, room, break_long_words=False, break_on_hyphens=False) or [""]
+    console.print(Text.assemble((f"{finding.level:7}", style), f"{finding.what:14} {first}"))
+    for line in more:
+        console.print(Text(" " * INDENT + line))
     if finding.remedy:
-        console.print(Text(f"{'':22} Next: {finding.remedy}"))
+        remedy = f"Next: {finding.remedy}"  # on one line, because it is copied
+        console.print(Text(" " * (INDENT + 1 if len(remedy) + INDENT < (columns or sys.maxsize) else 2) + remedy))
+
+
+INDENT = 22
+"""Columns before the facts of a finding."""
 
 
 def examine() -> Iterator[Finding]:

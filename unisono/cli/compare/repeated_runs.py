@@ -12,6 +12,8 @@ from typing import Any
 
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
+from unisono.config.wording import wrapped
+from unisono.environment import terminal_columns
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
@@ -48,7 +50,7 @@ class Verification(ABC):
     def _say(self, text: str) -> None:
         """Print a line of the report, unless it is JSON."""
         if not self.as_json:
-            print(text, flush=True)
+            print(wrapped(text, terminal_columns()), flush=True)
 
     def _leave(self, status: int, **more: Any) -> int:
         """Print the JSON object if it was requested, and return the exit status."""

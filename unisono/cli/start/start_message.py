@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from unisono import __version__
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
+from unisono.config.wording import wrapped
 from unisono.monitor import console
 from unisono.train.recovery.survival import about_shards, may_survive
 
@@ -29,6 +30,10 @@ def print_start(
         fewer: whether the number of virtual ranks is the default, or less for a small batch.
     """
     s = context.settings
+
+    def say(text: str) -> None:
+        console.print_line(wrapped(text, context.world.width))
+
     share = -(-s.batch // s.virtual_ranks)
     micro = min(share, s.micro_batch or share)
     first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
@@ -40,22 +45,18 @@ def print_start(
     threads = f"{s.threads} thread{'s' * (s.threads > 1)} each"
     more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
-    console.print_line(f"unisono {__version__}: {processes}, {threads}{more}")
+    say(f"unisono {__version__}: {processes}, {threads}{more}")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
-    console.print_line(
-        f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}"
-    )
+    say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if fewer and resumed is None and (advice := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):
-        console.print_line(advice)
+        say(advice)
     if shards := about_shards(s.parallel, context.mesh.axes):
-        console.print_line(shards)
+        say(shards)
     if context.group.size > max(1, context.world.least) and may_survive(context):
-        console.print_line("if a process dies, the others finish the step, and a new process replaces it")
+        say("if a process dies, the others finish the step, and a new process replaces it")
         if context.mesh.unit > 1:
-            console.print_line(
-                f"the {context.mesh.unit} processes that share a model replica leave and rejoin together"
-            )
-    console.print_line(
+            say(f"the {context.mesh.unit} processes that share a model replica leave and rejoin together")
+    console.print_line(  # not wrapped, because a path is copied
         f"run directory: {request.run_dir}" + (f", continuing after step {resumed.steps}" if resumed else "")
     )
 
