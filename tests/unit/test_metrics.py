@@ -127,7 +127,18 @@ def test_memory_is_that_of_the_same_process() -> None:
     assert resident_bytes(RankProcess(socket.gethostname(), os.getpid(), now)) is not None
     began = psutil.Process().create_time()
     assert resident_bytes(RankProcess(socket.gethostname(), os.getpid(), began - 60)) is None  # an earlier process
-    assert resident_bytes(RankProcess("another-host", os.getpid(), now)) is None
+
+
+def test_memory_on_another_host_is_that_of_its_last_sample(tmp_path: Path) -> None:
+    write_timelines(tmp_path)
+    path = tmp_path / "timeline" / "rank-1.jsonl"
+    path.write_text(path.read_text().replace(socket.gethostname(), "another-host"))
+    samples = [{"t": 1000.0 + i, "processes": {"1": {"resident": 4096 * i}}} for i in range(3)]
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+    (tmp_path / "timeline" / "host-another-host.jsonl").write_text(lines)
+    values = values_of(page_of(numbers_of(tmp_path)))
+    assert values["unisono_resident_bytes", 'rank="1"'] == 8192
+    assert values["unisono_resident_bytes", 'rank="0"'] > 10_000_000
 
 
 def test_promtool_accepts_the_page(tmp_path: Path) -> None:
@@ -152,4 +163,4 @@ def test_the_dashboard_and_the_guide_have_the_metrics_of_the_page(tmp_path: Path
     queries += [json.dumps(variable["query"]) for variable in dashboard["templating"]["list"]]
     assert len(queries) > 10
     assert names_in(" ".join(queries)) == known
-    assert names_in((ROOT / "docs" / "guide" / "metrics.md").read_text()) == known
+    assert names_in((ROOT / "docs" / "guide" / "monitoring" / "metrics.md").read_text()) == known

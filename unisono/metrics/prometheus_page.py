@@ -1,6 +1,6 @@
 """The metrics page of a run, in the format of Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/.
 
-docs/guide/metrics.md lists the names. grafana.json in this folder is a dashboard that shows them.
+docs/guide/monitoring/metrics.md lists the names. grafana.json in this folder is a dashboard that shows them.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class RunCollector(Collector):
         for rank, seconds in numbers.waits.items():
             waits.add_metric([str(rank)], seconds)
         yield waits
-        held = "Resident memory of a rank's process, on the host of the exporter."
+        held = "Resident memory of a rank's process."
         resident = GaugeMetricFamily("unisono_resident_bytes", held, labels=["rank"])
         for rank, process in numbers.processes.items():
-            if (count := resident_bytes(process)) is not None:
+            here = process.host == socket.gethostname()
+            count = resident_bytes(process) if here else numbers.sampled.get(rank)
+            if count is not None:
                 resident.add_metric([str(rank)], count)
         yield resident
 
 
 def resident_bytes(process: RankProcess) -> int | None:
-    """Return the resident memory of a process; None on another host, or if it has ended."""
-    if process.host != socket.gethostname():
-        return None
+    """Return the resident memory of a process of this host; None if it has ended."""
     try:
         found = psutil.Process(process.pid)
         if found.create_time() > process.began + 1:  # another process got the id of one that has ended

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.machine.sample_file import read_samples
 from unisono.monitor import timeline
 from unisono.trackers.growing_file import GrowingFile
 
@@ -19,6 +20,10 @@ RECENT_SECONDS = 30.0
 
 SAME_DEATH_SECONDS = 120.0
 """The processes that remain report a death within this time."""
+
+
+LAST_BYTES = 1 << 14
+"""Bytes at the end of the samples of a host."""
 
 
 class RankProcess(NamedTuple):
@@ -61,6 +66,7 @@ class RunNumbers:
         phases: Seconds by rank and phase.
         waits: Seconds in which a rank waited for messages of others.
         processes: The process of each rank that is in the run.
+        sampled: Resident memory of ranks in the last samples of their hosts.
         promise: The promise since it was lowered; "": it was not.
         speed: Samples per second.
     """
@@ -71,6 +77,7 @@ class RunNumbers:
         self.phases: dict[tuple[int, str], float] = {}
         self.waits: dict[int, float] = {}
         self.processes: dict[int, RankProcess] = {}
+        self.sampled: dict[int, float] = {}
         self.promise = ""
         self.speed = Speed()
         self._dead: dict[tuple[int, int], float] = {}  # when a death was reported, by step and rank
@@ -135,7 +142,7 @@ class TimelineFolder:
         self._files: dict[int, GrowingFile] = {}
 
     def read(self) -> None:
-        """Read what was written since the last call."""
+        """Read what was written since the last call, and the last samples of hosts."""
         for path in self._folder.glob("rank-*.jsonl"):
             rank = path.stem.removeprefix("rank-")
             if rank.isdecimal() and int(rank) not in self._files:
@@ -145,3 +152,8 @@ class TimelineFolder:
                 for line in lines:
                     if (entry := timeline.decode(line)) is not None:
                         self._numbers.add(number_, entry)
+        for path in self._folder.glob("host-*.jsonl"):
+            for sample in read_samples(path, last_bytes=LAST_BYTES):
+                for name, process in sample.get("processes", {}).items():
+                    if "resident" in process:
+                        self._numbers.sampled[int(name)] = process["resident"]
