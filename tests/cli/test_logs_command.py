@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -73,7 +75,11 @@ def test_logs_of_all_ranks_are_merged(command: Command) -> None:
     assert ended.status == 1
     lines = logs(command)
     assert all(re.match(STAMP, line) for line in lines)
-    assert [line[:23] for line in lines] == sorted(line[:23] for line in lines)
+    times = [datetime.fromisoformat(line[:23]).timestamp() for line in lines]
+    # a print before a record has the time of its arrival, and the record that at which it was made
+    assert all(before <= after + 1 for before, after in pairwise(times))
+    places = {text: next(i for i, line in enumerate(lines) if text in line) for text in ("run directory", "no good")}
+    assert places["run directory"] < min(i for i, line in enumerate(lines) if "hello of" in line) < places["no good"]
     for rank in (0, 1):
         assert [line for line in lines if re.fullmatch(rf"{STAMP}rank {rank}: hello of {rank}", line)]
         assert [line for line in lines if re.fullmatch(rf"{STAMP}rank {rank} step 2 WARNING mine: careful", line)]

@@ -62,6 +62,16 @@ def test_lines_of_all_ranks_are_in_the_order_of_time(tmp_path: Path, monkeypatch
     assert lines[0].shown() == f"{stamp(10)} rank 0: a"
 
 
+def test_a_record_is_where_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = f"{stamp(10.5)} rank 0 WARNING mine: record"
+    pieces = [(10, "before\n"), (12, f"{record}\nafter\n")]  # the launcher was busy
+    write_log(tmp_path / "log/rank-0.log", pieces, monkeypatch, "ended 0")
+    write_log(tmp_path / "log/rank-1.log", [(11, "other\n")], monkeypatch, "ended 0")
+    lines = list(merged(tmp_path).all_lines())
+    assert texts(lines) == [(0, "before"), (0, record), (1, "other"), (0, "after")]
+    assert [line.time for line in lines] == [10, 10.5, 11, 12]
+
+
 def test_a_resumed_run_continues_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (10, 20):
         for rank in (0, 1):

@@ -61,7 +61,8 @@ class LogReader:
         self._log, self._marks = GrowingFile(path), GrowingFile(times_path(path))
         self._waiting = deque[LogMark]()  # marks of lines that are not read yet
         self._place = 0
-        self._now = 0.0
+        self._now = 0.0  # of the mark of the present lines
+        self._order = 0.0
 
     def new_lines(self, *, last: bool = False) -> Iterator[LogLine]:
         """Yield the lines since the last call, and the ends of processes that died.
@@ -80,11 +81,14 @@ class LogReader:
         yield from self._ends_up_to(self._place)
 
     def _line(self, line: bytes) -> LogLine:
+        """Return a line with its time: that of a record is when it was made, a little before it arrived."""
         text = line.decode(errors="replace").rstrip("\r")
         head = read_head(text)
+        when = self._now if head is None else head.time
         if head is not None:  # a log without marks, or a line that was not written by the launcher
-            self._now = max(self._now, head.time)
-        return LogLine(self._now, self._now, self.rank, text)
+            self._now = max(self._now, when)
+        self._order = max(self._order, when)
+        return LogLine(self._order, when, self.rank, text)
 
     def _ends_up_to(self, place: int) -> Iterator[LogLine]:
         """Read the marks up to this byte of the log. Yield those of processes that died."""
@@ -97,4 +101,5 @@ class LogReader:
             if mark.word not in ("ended", "failed", "stopped"):  # after which no line comes, or a traceback of before
                 self._now = max(self._now, mark.time)
             if mark.word == "died":
-                yield LogLine(self._now, mark.time, self.rank, "", mark)
+                self._order = max(self._order, self._now)
+                yield LogLine(self._order, mark.time, self.rank, "", mark)
