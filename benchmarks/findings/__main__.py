@@ -22,6 +22,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.machine import line
+from benchmarks.thin_line import INTERFACE, ThinLine, address, missing
+from unisono.environment import inherited
 from unisono.report.findings.evidence import Evidence, Finding
 from unisono.report.findings.find_all import find_all
 from unisono.report.run_files import RunFiles
@@ -49,7 +51,8 @@ class Case(NamedTuple):
         ranks: The number of processes.
         settings: The settings of the run.
         advice: The settings that take the advice; they replace others of the same name.
-        beside: What runs beside the run, until the advice is taken.
+        beside: Other programs that run beside it until the advice is taken, each on a core.
+        link: If not 0, the processes are on two hosts with a link of so many bits in a second.
     """
 
     kind: str
@@ -57,49 +60,78 @@ class Case(NamedTuple):
     settings: str
     advice: str
     beside: int = 0
+    link: float = 0
 
 
 CASES = {
     "decoding": Case(
-        "data", 1, "plant=decoding cost=4 width=1024 depth=10 virtual_ranks=1 steps=80", "loader.workers={}"
+        "data", 1, "plant=decoding cost=4 width=1024 depth=10 virtual_ranks=1 steps=99", "loader.workers={}"
     ),
-    "storage": Case("storage", 1, "plant=storage cost=5 width=512 depth=8 virtual_ranks=1", "loader.workers={}"),
+    "storage": Case(
+        "storage", 1, "plant=storage cost=5 width=512 depth=8 virtual_ranks=1 steps=99", "loader.workers={}"
+    ),
     "few-workers": Case(
         "storage",
         1,
-        "plant=storage cost=6 width=512 depth=8 virtual_ranks=1 loader.workers=1 steps=200",
+        "plant=storage cost=6 width=512 depth=8 virtual_ranks=1 loader.workers=1 steps=150",
         "loader.workers={}",
     ),
-    "slow-rank": Case("straggler", 2, "plant=slow-rank cost=2 width=768 depth=4 batch=16", "plant=nothing"),
-    "uneven-batch": Case("uneven", 2, "plant=per-sample cost=4 depth=2 batch=3", "batch={}"),
+    "slow-rank": Case("straggler", 2, "plant=slow-rank cost=1 width=768 depth=4 batch=16 steps=300", "plant=nothing"),
+    "uneven-batch": Case("uneven", 2, "plant=per-sample cost=6 depth=2 batch=3 steps=500", "batch={}"),
     "uneven-virtual-ranks": Case(
-        "uneven", 2, "plant=per-sample cost=1 depth=2 batch=12 virtual_ranks=3", "virtual_ranks={}"
+        "uneven", 2, "plant=per-sample cost=2 depth=2 batch=12 virtual_ranks=3 steps=300", "virtual_ranks={}"
     ),
-    "bubbles": Case("bubbles", 2, "plant=per-sample cost=2 depth=4 batch=8 parallel.pipeline=2", "micro_batch={}"),
-    "exchange": Case("exchange", 2, "width=2048 depth=4 batch=2 steps=60", "compress.kind=bf16"),
+    "bubbles": Case(
+        "bubbles", 2, "plant=per-sample cost=3 depth=4 batch=8 parallel.pipeline=2 steps=150", "micro_batch={}"
+    ),
+    "exchange": Case("exchange", 2, "width=512 depth=4 batch=8 steps=60", "compress.kind=bf16", link=200e6),
     "gathers": Case(
-        "gathers", 2, "width=1536 depth=4 batch=16 virtual_ranks=8 parallel.shard=2 steps=30", "parallel.reshard=step"
+        "gathers", 2, "width=1536 depth=4 batch=16 virtual_ranks=8 parallel.shard=2 steps=40", "parallel.reshard=step"
     ),
-    "checkpoints": Case("checkpoints", 2, "width=1536 depth=4 checkpoint.every=2 steps=120", "checkpoint.every={}"),
-    "evaluations": Case("evaluations", 2, "plant=evaluations cost=256 every=2 width=512 steps=200", "every=FACTOR"),
-    "garbage": Case("garbage", 1, "plant=garbage cost=150 every=1 virtual_ranks=1 width=512", "plant=frozen"),
-    "script": Case("script", 2, "plant=script cost=25 every=1 width=768 depth=4 batch=16", "every=100"),
+    "checkpoints": Case(
+        "checkpoints",
+        1,
+        "width=2048 depth=4 checkpoint.every=1 checkpoint.async_save=false steps=80",
+        "checkpoint.every={}",
+    ),
+    "evaluations": Case("evaluations", 2, "plant=evaluations cost=256 every=2 width=512 steps=300", "every=FACTOR"),
+    "garbage": Case("garbage", 1, "plant=garbage cost=100 every=1 virtual_ranks=1 width=512 steps=100", "plant=frozen"),
+    "script": Case("script", 2, "plant=script cost=25 every=1 width=768 depth=4 batch=16 steps=150", "every=100"),
     "threads": Case("threads", 2, "threads=4 width=1024 depth=6 batch=32 steps=150", "threads={}"),
-    "shared-cores": Case("shared-cores", 2, "width=1024 depth=6 batch=32 steps=150", "", beside=2),
+    "shared-cores": Case("shared-cores", 2, "width=1024 depth=6 batch=32 steps=250", "", beside=2),
 }
 
 
 def run(case: Case, settings: dict[str, str], folder: Path) -> RunFiles:
     """Run the planted script, and return its files."""
+    flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    if case.link:
+        run_on_two_hosts(case.link, folder, flags)
+        files = RunFiles(folder)
+        files.read()
+        return files
     words = [sys.executable, "-m", "unisono", "run", str(SCRIPT), "--ranks", str(case.ranks), "--run-dir", str(folder)]
-    for name, value in settings.items():
-        words += ["--set", f"{name}={value}"]
+    words += flags
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout}\n{done.stderr}")
     files = RunFiles(folder)
     files.read()
     return files
+
+
+def run_on_two_hosts(bits_per_second: float, folder: Path, flags: list[str]) -> None:
+    """Run the planted script with one process on each of two hosts, which are network namespaces."""
+    with ThinLine(delay_seconds=0.0005, bits_per_second=bits_per_second) as line_between:
+        hosts = []
+        for host in range(2):
+            join = ["--nnodes=2", f"--node-rank={host}", f"--master-addr={address(0)}", "--master-port=29500"]
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *join]
+            command = [*line_between.inside(host), *torchrun, str(SCRIPT), "--run-dir", str(folder), *flags]
+            environment = inherited({"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(SCRIPT.parents[2])})
+            hosts.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment))
+        if any(list(map(subprocess.Popen.wait, hosts))):
+            raise SystemExit("A process on the two hosts failed.")
 
 
 def seconds_of_sample(files: RunFiles) -> float:
@@ -172,6 +204,9 @@ def main() -> None:
     began = time.perf_counter()
     for name, case in CASES.items():
         if options.only and name not in options.only:
+            continue
+        if case.link and (reason := missing()):
+            print(f"{name:22} left out: {reason}", flush=True)
             continue
         row = play(name, case, options.times)
         if options.json:

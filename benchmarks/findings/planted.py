@@ -82,6 +82,7 @@ def main(run: unisono.Run[Settings]) -> None:
     s = run.settings
     torch.manual_seed(0)
     data = Samples(s)
+    held_out = [data[i] for i in range(int(s.cost))] if s.plant == "evaluations" else []
     model = run.place(lambda: nn.Sequential(*[Block(s, run.rank) for _ in range(s.depth)]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run.track(model=model, optimizer=optimizer)
@@ -99,7 +100,7 @@ def main(run: unisono.Run[Settings]) -> None:
         if s.plant == "script" and step.number % s.every == 0:
             burn(s.cost / 1000)
         if s.plant == "evaluations" and step.every(s.every):
-            run.evaluate(model, [data[i] for i in range(int(s.cost))], error)
+            run.evaluate(model, held_out, error)
     del kept
 
 

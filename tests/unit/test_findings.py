@@ -142,8 +142,8 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
     ),
     "bubbles": (
         "bubbles",
-        "micro_batch=8",
-        0.24,
+        "micro_batch=16",
+        0.15,
         Planted(settings={"parallel.pipeline": 2, "virtual_ranks": 2}, spans=((0, 2), (0, 2))),
     ),
     "exchange": (
@@ -155,7 +155,7 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
     "gathers": (
         "gathers",
         "parallel.reshard=step",
-        0.3,
+        0.6,
         Planted(
             both(forward=0.05, backward=0.08),
             [{"wait": 0.05}] * 2,

@@ -77,7 +77,7 @@ def bubbles(run: Evidence) -> Finding | None:
     size = batch / virtual
     pieces = -(-size // run.number("micro_batch", size)) if size else 1
     micro = max(1.0, virtual * pieces / lines)
-    smaller = max(1, int(size / pieces) // 4)
+    smaller = max(1, int(size / pieces) // 2)
     more = max(1.0, virtual * -(-size // smaller) / lines)
     compute = median(each.compute + each.phases["exchange"] for each in run.ranks.values())
     gain = (1 - ((more + stages - 1) / more) / ((micro + stages - 1) / micro)) * compute / run.step

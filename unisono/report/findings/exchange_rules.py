@@ -40,7 +40,8 @@ def gathers(run: Evidence) -> Finding | None:
     waits = median(max(0.0, each.wait - each.phases["exchange"]) for each in run.ranks.values())
     lines = max(1, len(run.ranks) // int(run.number("parallel.shard", 1)))
     rounds = max(1.0, run.number("virtual_ranks") / lines)
-    gain = waits / run.step * (1 - 1 / (2 * rounds))
+    copies = 2 if run.on_cpu else 1  # on CPUs, copying between parts and layers takes as long again
+    gain = min(copies * waits / run.step, 0.9) * (1 - 1 / (2 * rounds))
     evidence = [f"Forward and backward passes wait {duration(waits)} of a step for shards, in {rounds:g} rounds."]
     fact = f"Gathering shards takes {percent(waits / run.step)} of the time."
     advice = "--set parallel.reshard=step gathers them once a step, and needs memory for all layers"

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from unisono.phases import PHASES
-from unisono.report.findings.evidence import Evidence, Finding, duration, percent
+from unisono.report.findings.evidence import Evidence, Finding, RankTime, duration, percent
 
 WANTED = 0.05
 """Share of the time that checkpoints or evaluations should have at most."""
@@ -61,11 +61,16 @@ def garbage(run: Evidence) -> Finding | None:
     return Finding("garbage", fact, evidence, advice, gain) if run.worth(gain) else None
 
 
+def _of_script(each: RankTime) -> float:
+    """Return the seconds of the phase "other", without messages that are waited for (between stages of a pipeline)."""
+    return each.phases["other"] - each.gc - max(0.0, each.wait - each.phases["exchange"])
+
+
 def script(run: Evidence) -> Finding | None:
     """Find code of the script between the parts of a step: logging, plots, metrics, copies to the host."""
-    slowest = max(run.ranks.values(), key=lambda each: each.phases["other"] - each.gc)
-    others = [each.phases["other"] for each in run.ranks.values() if each is not slowest]
-    spent = slowest.phases["other"] - slowest.gc
+    slowest = max(run.ranks.values(), key=_of_script)
+    others = [_of_script(each) for each in run.ranks.values() if each is not slowest]
+    spent = _of_script(slowest)
     gain = spent / run.step
     if gain < 0.15:
         return None
