@@ -32,6 +32,7 @@ from unisono.cli.request.run_dir import (
 )
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.start.autoresume import resumed_request
+from unisono.cli.start.closing_report import leave_report
 from unisono.cli.start.start_message import print_start
 from unisono.cli.start.start_request import StartRequest, accepted_changes
 from unisono.config import (
@@ -228,6 +229,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
     for end in context.hooks.ended:
         end(None)
     if context.group.rank == 0:  # after a death, another process than before
+        report = leave_report(context.run_dir, console.print_line)
         if not start.request.json:
             plain = not (sys.stdout.encoding or "").lower().startswith("utf")
             lines = closing_lines(
@@ -235,6 +237,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
                 run.dir,
                 findings=_findings(context),
                 shown=start.request.run_dir,
+                report=report is not None,
                 again=str(start.line().flag("--resume")),
                 color=color,
                 ascii_only=plain,

@@ -27,6 +27,7 @@ from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
 from unisono.cli.logs.logs_command import logs
+from unisono.cli.inspect.report import report
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
@@ -47,6 +48,7 @@ Examples:
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono logs runs/mine --errors       print the errors of all ranks
+  unisono report runs/mine              write its report as a page
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -103,6 +105,11 @@ PROFILE = """\
   unisono profile runs/mine
   unisono profile runs/mine --rows 30
 """
+REPORT = """\
+  unisono report runs/mine               to runs/mine/report.html
+  unisono report runs/one runs/two       compare them, in report.html
+  unisono report runs/mine --json
+"""
 EXPORT = """\
   unisono export runs/mine model.safetensors
   unisono export runs/mine average.safetensors --model average
@@ -118,6 +125,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (prove, VERIFY, PROVE),
     (audit, VERIFY, AUDIT),
     (replay, VERIFY, REPLAY),
+    (report, INSPECT, REPORT),
     (doctor, INSPECT, DOCTOR),
     (logs, INSPECT, LOGS),
     (fingerprint, INSPECT, FINGERPRINT),

@@ -77,6 +77,7 @@ def closing_lines(
     *,
     findings: Sequence[Finding] = (),
     shown: Path | str | None = None,
+    report: bool = False,
     again: str = "the same command with --resume",
     color: bool = False,
     ascii_only: bool = False,
@@ -89,6 +90,7 @@ def closing_lines(
         run_dir: The run directory.
         findings: What slows the run down.
         shown: The run directory as it is printed, by default `run_dir`.
+        report: It has a report.
         again: The command that resumes a stopped run.
         color: Use colors.
         ascii_only: Draw without block characters.
@@ -104,11 +106,14 @@ def closing_lines(
         if len(findings) > FINDINGS:
             lines.append(f"{len(findings) - FINDINGS} more: unisono report {shown or run_dir} --text")
         lines.append("")
-    facts = {"run": str(shown or run_dir), **_facts(result)}
+    facts = {"run": str(shown or run_dir)}
+    facts |= {"report": str(Path(shown or run_dir) / "report.html")} if report else {}
+    facts |= _facts(result)
     indent = max(map(len, facts))
     for name, value in facts.items():
         # a path may have spaces, and is copied as it is
-        first, *rest = [value] if name == "run" else textwrap.wrap(value, width - indent - 2, break_on_hyphens=False)
+        whole = name in ("run", "report")
+        first, *rest = [value] if whole else textwrap.wrap(value, width - indent - 2, break_on_hyphens=False)
         lines += [f"{_bold(f'{name:<{indent}}', color)}  {first}", *(f"{'':{indent}}  {more}" for more in rest)]
     if result.get("stopped"):
         room = width if width < WIDTH else 0  # one line where it fits, and in a pipe

@@ -78,15 +78,19 @@ class RankSeries:
         self.events: list[dict[str, Any]] = []
         self._at = 0  # bytes that were read
         self._sources: list[tuple[int, int]] = []  # the bytes of each row
+        self._columns: RankColumns | None = None  # of the rows, until more are read
 
     def read(self) -> bool:
-        """Read what is new. Return whether there was anything."""
+        """Read what is new. Return whether there was anything. A file that cannot be read has nothing new."""
         try:
-            size = self.path.stat().st_size
+            return self._read(self.path.stat().st_size)
         except OSError:
             return False
+
+    def _read(self, size: int) -> bool:
         if size <= self._at:
             return False
+        self._columns = None
         if size - self._at > WHOLE_BYTES:
             for block in read_blocks(self.path.with_suffix(".blocks")):
                 start, end = block["bytes"]
@@ -145,6 +149,11 @@ class RankSeries:
 
     def columns(self) -> RankColumns:
         """Return the rows as arrays."""
+        if self._columns is None:
+            self._columns = self._arrays()
+        return self._columns
+
+    def _arrays(self) -> RankColumns:
         rows = self.rows
         names = dict.fromkeys(name for row in rows for name in row.values)
         return RankColumns(

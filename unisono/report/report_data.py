@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from unisono.phases import PHASES
 from unisono.report.findings.find_all import find_all
+from unisono.report.host_series import host_charts
 from unisono.report.rank_series import Floats, RankColumns
 from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import (
@@ -26,6 +27,8 @@ NAMES = 40
 """Logged names that are drawn; --json and trackers have the others."""
 CELLS = 200
 """Columns of the map of ranks over time."""
+TYPICAL = (0.0, 0.995)
+"""Quantiles that are the ends of the map's colors, so that one long step leaves the others distinct."""
 EVENTS = 400
 """Events that are shown; if there are more, rare kinds stay."""
 
@@ -33,21 +36,23 @@ EVENTS = 400
 def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
     """Return the numbers of a run.
 
-    Keys: `name`, `path`, `state`, `result`, `environment`, `settings` (name, value, source), `logs`, `events`, `hosts`,
-    `flops` (of a sample, if they were counted), `findings`, and, if the run has steps:
+    Keys: `name`, `path`, `state`, `result`, `environment`, `settings` (name, value, source), `logs`, `events`, `total`
+    (steps of the whole run, null: unknown), `hosts` (`host_charts`), `flops` (of a sample, if they were counted),
+    `findings`, and, if the run has steps:
 
-        steps, time   the last step of each bucket, and seconds from the first step to its end
-        values        {name: {"low": [...], "high": [...], "last": [...]}} of loss, lr, grad_norm and log.NAME
+        began         when the first step began, in seconds since 1970
+        steps, time   the last step of each bucket, and seconds from `began` to its end
+        values        {name: {"last": [...]}} of loss, lr, grad_norm and log.NAME; "low" and "high" where they differ
         phases        {phase: mean seconds of a step, over all ranks}; wait: of them in waiting for messages
         ranks         fastest, median, slowest: seconds of a step without waiting; slowest_rank; longest step
         rate          samples and weight in a second; flops and utilization (share of the peak of all devices)
         table         a row for each rank: host, device, seconds by phase, waiting, own seconds of a step
-        map           own seconds of each rank over time, as bytes (0: fastest, 255: slowest), base64
+        map           own seconds of each rank over time, as bytes (0: unknown, 1: fastest, 255: slowest), base64
         assignments   [step, rank, first virtual rank, last + 1]
     """
     columns = {rank: series.columns() for rank, series in files.ranks.items() if series.rows}
     data: dict[str, Any] = {
-        "name": files.path.resolve().name,
+        "name": files.name,
         "path": str(files.path),
         "state": files.state,
         "result": files.result,
@@ -57,8 +62,10 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
         "events": events_of(files),
         "flops": files.flops,
         "findings": [finding._asdict() for finding in find_all(files)],
-        "hosts": {host: _samples(samples, most // 2) for host, samples in files.hosts.items()},
     }
+    began = _began(columns)
+    data["total"] = total_of(files)
+    data["hosts"] = host_charts(files.host_series.values(), began, most // 2)
     if columns:
         data |= _series(files, columns, most)
     return data
@@ -68,7 +75,7 @@ def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> d
     main = columns[main_rank(columns)]
     buckets = divide(main, most)
     ranks = {rank: rank_buckets(each, buckets) for rank, each in columns.items()}
-    began = float(main.time[0] - main.seconds[0].sum())
+    began = _began(columns)
     mean = _nan_mean([each.seconds for each in ranks.values()])
     time = ranks[main.rank].time
     elapsed = np.diff(time, prepend=began)
@@ -80,10 +87,7 @@ def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> d
         "began": began,
         "steps": buckets.last,
         "time": numbers(time - began),
-        "values": {
-            name: dict(zip(("low", "high", "last"), map(numbers, value_buckets(main, name, buckets)), strict=True))
-            for name in names
-        },
+        "values": {name: _curve(*map(numbers, value_buckets(main, name, buckets))) for name in names},
         "phases": {phase: numbers(mean[:, i]) for i, phase in enumerate(PHASES) if np.nansum(mean[:, i]) > 0},
         "wait": numbers(_nan_mean([each.wait for each in ranks.values()])),
         "ranks": _rank_curves(ranks),
@@ -105,6 +109,26 @@ def _utilization(counted: Mapping[str, Any], speed: Floats, ranks: int) -> dict[
     except (KeyError, TypeError, ValueError):
         return {}
     return {"flops": numbers(flops), "utilization": numbers(flops / peak)} if peak else {}
+
+
+def _curve(low: list[float | None], high: list[float | None], last: list[float | None]) -> dict[str, Any]:
+    return {"last": last} if low == high == last else {"last": last, "low": low, "high": high}
+
+
+def _began(columns: Mapping[int, RankColumns]) -> float:
+    if not columns:
+        return 0.0
+    main = columns[main_rank(columns)]
+    return float(main.time[0] - main.seconds[0].sum())
+
+
+def total_of(files: RunFiles) -> int | None:
+    """Return the number of steps of the whole run; None: unknown."""
+    known = [event.get("total") for series in files.ranks.values() for event in series.events if "total" in event]
+    if known and isinstance(known[-1], int):
+        return known[-1]
+    setting = files.settings.get("steps")
+    return int(setting.value) if setting is not None and setting.value.isdecimal() else None
 
 
 def main_rank(columns: Mapping[int, RankColumns]) -> int:
@@ -156,14 +180,15 @@ def _map(ranks: Mapping[int, RankBuckets]) -> dict[str, Any]:
     own = np.stack([each.own for each in ranks.values()])
     if own.shape[1] > CELLS:
         own = np.stack([_nan_mean(list(part.T)) for part in np.array_split(own, CELLS, 1)], 1)
-    low, high = float(np.nanmin(own)), float(np.nanmax(own))
-    scaled = np.nan_to_num((own - low) / (high - low or 1.0) * 255).round().astype(np.uint8)
+    known = ~np.isnan(own)
+    low, high = (float(edge) for edge in np.quantile(own[known], TYPICAL))
+    scaled = ((np.where(known, own, low) - low) / (high - low or 1.0)).clip(0.0, 1.0)
     return {
         "ranks": list(ranks),
         "columns": own.shape[1],
         "low": _rounded(low),
         "high": _rounded(high),
-        "cells": base64.b64encode(scaled.tobytes()).decode(),
+        "cells": base64.b64encode(np.where(known, 1 + (scaled * 254).round(), 0).astype(np.uint8).tobytes()).decode(),
     }
 
 
@@ -204,11 +229,6 @@ def _kind(event: Mapping[str, Any]) -> tuple[str, int]:
         if name in event:
             return {"resumed_at": "resume"}.get(name, name), int(event[name])
     return ("promise", int(event.get("step", 0))) if "promise" in event else ("", 0)
-
-
-def _samples(samples: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
-    """Return at most `most` samples of a host, evenly."""
-    return list(samples[:: max(1, -(-len(samples) // most))])
 
 
 def _nan_mean(arrays: Iterable[Floats]) -> Floats:

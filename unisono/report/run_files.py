@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.errors import Problem, SettingsError
+from unisono.report.host_series import HostSeries
 from unisono.report.rank_series import RankSeries
 
 LOG_BYTES = 16 << 10
-"""Bytes at the end of a log that are read."""
-LOG_LINES = 40
+"""Bytes at the end of a log that are read, if there are few logs."""
+LOGS_BYTES = 160 << 10
+"""Bytes of all logs together."""
+LOG_LINES, LINE_CHARACTERS = 40, 400
 
 FRESH_SECONDS = 30.0
 """A run without result.json whose timeline is older has ended without one."""
@@ -43,15 +46,25 @@ class RunFiles:
         if not is_run(path):
             raise SettingsError.of([no_run(path)])
         self.ranks: dict[int, RankSeries] = {}
+        self.host_series: dict[str, HostSeries] = {}
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.resolve().name
 
     def read(self) -> bool:
-        """Read what is new in the timelines. Return whether there was anything."""
+        """Read what is new in the timelines and the samples of hosts. Return whether there was anything."""
         for file in (self.path / "timeline").glob("rank-*.jsonl"):
             number = file.stem.removeprefix("rank-")
             if number.isdecimal() and int(number) not in self.ranks:
                 self.ranks[int(number)] = RankSeries(file, int(number))
         self.ranks = dict(sorted(self.ranks.items()))
-        return any(list(map(RankSeries.read, self.ranks.values())))
+        for file in sorted((self.path / "timeline").glob("host-*.jsonl")):
+            if file.name not in self.host_series:
+                self.host_series[file.name] = HostSeries(file)
+        news = [rank.read() for rank in self.ranks.values()] + [host.read() for host in self.host_series.values()]
+        return any(news)
 
     @property
     def result(self) -> dict[str, Any]:
@@ -85,16 +98,19 @@ class RunFiles:
 
     @property
     def logs(self) -> dict[str, list[str]]:
-        """The last lines of every log, by its file name."""
+        """The last lines of every log, by its file name. The more logs, the fewer lines."""
         found = {}
-        for file in sorted((self.path / "log").glob("*.log"), key=lambda file: (len(file.name), file.name)):
+        files = sorted((self.path / "log").glob("*.log"), key=lambda file: (len(file.name), file.name))
+        most = min(LOG_BYTES, LOGS_BYTES // max(1, len(files)))
+        for file in files:
             try:
                 with file.open("rb") as log:
-                    log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
+                    log.seek(max(0, os.fstat(log.fileno()).st_size - most))
                     data = log.read()
             except OSError:
                 continue
-            found[file.stem] = data.decode(errors="replace").splitlines()[-LOG_LINES:]
+            lines = data.decode(errors="replace").splitlines()[-LOG_LINES:]
+            found[file.stem] = [line[:LINE_CHARACTERS] for line in lines]
         return found
 
     @property

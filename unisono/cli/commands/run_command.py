@@ -23,6 +23,7 @@ from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import script_of
 from unisono.cli.start.autoresume import resumed_request
+from unisono.cli.start.closing_report import leave_report
 from unisono.config import CommandLine, plural
 from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
@@ -62,9 +63,7 @@ def run(
     world = World.current()
     if world.foreign and world.size > 1:
         return _run_here(world, target, ranks, cpu_ranks, ranks_per_device, request)
-    flags = ["--ranks", ranks] if ranks != "1" else []
-    flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
-    flags += ["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else []
+    flags = _flags(ranks, cpu_ranks, ranks_per_device)
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
     request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
@@ -89,6 +88,8 @@ def run(
         before = _start_mark(run_dir)
         outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, sizes, threads=threads)
         joined = _start_mark(run_dir) != before
+    if joined and outcome.failure is not None:
+        leave_report(run_dir, lambda text: print(text, file=sys.stderr, flush=True), state="failed")
     if not joined and is_new and outcome.failure is not None and outcome.failure.is_wrong_request:
         discard_run_dir(run_dir)  # the processes refused the script's settings
     elif not joined and not outcome.stopped:
@@ -100,6 +101,13 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+def _flags(ranks: str, cpu_ranks: int, ranks_per_device: int) -> list[str]:
+    """Return the flags about processes that are not the default."""
+    flags = ["--ranks", ranks] if ranks != "1" else []
+    flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
+    return flags + (["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else [])
 
 
 def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunOutcome) -> None:
@@ -116,9 +124,7 @@ def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunO
 
 def _run_here(world: World, target: str, ranks: str, cpu_ranks: int, ranks_per_device: int, request: RunRequest) -> int:
     """Run the script in this process, which is one of those that srun or torchrun started."""
-    flags = ["--ranks", ranks] if ranks != "1" else []
-    flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
-    flags += ["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else []
+    flags = _flags(ranks, cpu_ranks, ranks_per_device)
     line = request.line("unisono", "run", target, *flags)
     for given, flag, do in (
         (cpu_ranks != 0, "--cpu-ranks", "hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES="),

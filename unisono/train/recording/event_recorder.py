@@ -1,6 +1,6 @@
 """Write rare events into the timeline: the start, assignments of virtual ranks, skipped steps.
 
-{"event": "start", "step": 0, "host": "node1", "pid": 4711, "device": "cpu", "ranks": 4, "threads": 2}
+{"event": "start", "step": 0, "host": "node1", "pid": 4711, "device": "cpu", "ranks": 4, "total": 90, ...}
 {"event": "assignment", "step": 0, "virtual_ranks": [2, 4]}     from this step on, this process computes 2 and 3
 {"event": "death", "step": 31, "ranks": [2]}                    these ranks left the run; "join": they joined it
 {"event": "skipped", "step": 12}                                the fp16 scale was too high for the gradient
@@ -56,6 +56,7 @@ class EventRecorder(Extension):
             device=str(context.device),
             ranks=context.group.size,
             threads=torch.get_num_threads(),
+            total=context.progress.last,
         )
 
     def _write(self, event: str, step: int, **values: object) -> None:

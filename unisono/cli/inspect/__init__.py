@@ -1,0 +1,1 @@
+"""The verbs that look at a run: its report, its live page, its ranks in the terminal."""

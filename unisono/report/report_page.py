@@ -1,0 +1,109 @@
+"""The report as a page: one HTML file without links to others, whose scripts and styles are in assets/.
+
+A browser needs no network for it, and its content security policy forbids any. Everything that comes from a run (names,
+settings, logs) is in one block of JSON, which the scripts show as text.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from unisono.report.report_data import report_data
+from unisono.report.run_files import RunFiles
+from unisono.report.step_buckets import BUCKETS
+
+ASSETS = Path(__file__).with_name("assets")
+STYLES = ("uPlot.min.css", "page.css")
+SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js", "page.js")
+
+LARGEST = 950_000
+"""Bytes of a page. If it is larger, the curves get fewer points."""
+LEAST_BUCKETS = 75
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
+
+
+def page_of(title: str, content: Mapping[str, Any], *, live: bool = False) -> str:
+    """Return a page.
+
+    Args:
+        title: Its title.
+        content: `kind` ("run", "compare" or "list") and `content`, what such a page shows.
+        live: The page asks the server that it comes from for news.
+    """
+    return Template(_asset("page.html")).substitute(
+        policy=POLICY + "; connect-src 'self'" * live,
+        title=html.escape(title.encode(errors="replace").decode()),
+        style="\n".join(map(_asset, STYLES)),
+        script="\n".join(map(_asset, SCRIPTS)),
+        data=json_of({**content, "live": live}).replace("<", "\\u003c"),  # nothing ends the element, or opens a comment
+    )
+
+
+def run_page(files: RunFiles, **more: Any) -> str:
+    """Return the page of a run, below `LARGEST` bytes. `more` replaces parts of its data."""
+    return fitting(
+        lambda most: page_of(files.name, {"kind": "run", "content": {**report_data(files, most=most), **more}})
+    )
+
+
+def fitting(page: Callable[[int], str]) -> str:
+    """Return the page with as many points for each curve as `LARGEST` allows. `page` makes it with at most so many."""
+    most = BUCKETS
+    while True:
+        text = page(most)
+        if len(text) <= LARGEST or most <= LEAST_BUCKETS:
+            return text
+        most //= 2
+
+
+def write_report(run_dir: Path, **more: Any) -> Path:
+    """Write RUN/report.html, and return it.
+
+    Raises:
+        SettingsError: `run_dir` is no run directory.
+        OSError: It cannot be written.
+    """
+    files = RunFiles(run_dir)
+    files.read()
+    path = run_dir / "report.html"
+    write_page(path, run_page(files, **more))
+    return path
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page completely or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{time.time_ns()}")
+    try:
+        draft.write_text(text, encoding="utf-8", errors="replace")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def json_of(content: Any) -> str:
+    """Return content as JSON. Numbers that are not finite become text ("nan"), since JSON has none."""
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_finite(content), separators=(",", ":"), allow_nan=False, default=str)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {str(name): _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return str(content) if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
