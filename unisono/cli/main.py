@@ -28,6 +28,7 @@ from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
 from unisono.cli.logs.logs_command import logs
 from unisono.cli.inspect.report import report
+from unisono.cli.inspect.watch import watch
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
@@ -49,6 +50,7 @@ Examples:
   unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono logs runs/mine --errors       print the errors of all ranks
   unisono report runs/mine              write its report as a page
+  unisono watch runs/mine               serve its report while it grows
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -57,6 +59,7 @@ RUN = """\
   unisono run text --ranks 2
   unisono run train.py --ranks 4 --set batch=64 --set model.width=128
   unisono run train.py --run-dir runs/mine --resume
+  unisono run train.py --watch           with a page that grows
   unisono run train.py -- --argument-of-the-script
   unisono run train.py --help            with the settings of the script
 """
@@ -110,6 +113,11 @@ REPORT = """\
   unisono report runs/one runs/two       compare them, in report.html
   unisono report runs/mine --json
 """
+WATCH = """\
+  unisono watch runs/mine
+  unisono watch runs                     a list of all runs
+  unisono watch runs/mine --port 8000
+"""
 EXPORT = """\
   unisono export runs/mine model.safetensors
   unisono export runs/mine average.safetensors --model average
@@ -126,6 +134,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (audit, VERIFY, AUDIT),
     (replay, VERIFY, REPLAY),
     (report, INSPECT, REPORT),
+    (watch, INSPECT, WATCH),
     (doctor, INSPECT, DOCTOR),
     (logs, INSPECT, LOGS),
     (fingerprint, INSPECT, FINGERPRINT),

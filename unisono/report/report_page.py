@@ -31,20 +31,25 @@ LEAST_BUCKETS = 75
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page_of(title: str, content: Mapping[str, Any], *, live: bool = False) -> str:
+def page_of(title: str, content: Mapping[str, Any]) -> str:
     """Return a page.
 
     Args:
         title: Its title.
         content: `kind` ("run", "compare" or "list") and `content`, what such a page shows.
-        live: The page asks the server that it comes from for news.
     """
+    return page_around(title, json_of(content))
+
+
+def page_around(title: str, content: str, *, live: bool = False) -> str:
+    """Return a page with this JSON as its content; `live`: it asks the server that it comes from for news."""
     return Template(_asset("page.html")).substitute(
         policy=POLICY + "; connect-src 'self'" * live,
         title=html.escape(title.encode(errors="replace").decode()),
         style="\n".join(map(_asset, STYLES)),
         script="\n".join(map(_asset, SCRIPTS)),
-        data=json_of({**content, "live": live}).replace("<", "\\u003c"),  # nothing ends the element, or opens a comment
+        data=content.replace("<", "\\u003c"),  # nothing ends the element, or opens a comment
+        live="live" if live else "",
     )
 
 

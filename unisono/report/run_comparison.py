@@ -44,12 +44,10 @@ def comparison(runs: Sequence[RunFiles], *, most: int = BUCKETS) -> dict[str, An
     }
 
 
-def comparison_page(runs: Sequence[RunFiles], *, live: bool = False, **more: Any) -> str:
+def comparison_page(runs: Sequence[RunFiles]) -> str:
     """Return the page of several runs."""
     title = " and ".join(files.name for files in runs)
-    return fitting(
-        lambda most: page_of(title, {"kind": "compare", "content": comparison(runs, most=most), **more}, live=live)
-    )
+    return fitting(lambda most: page_of(title, {"kind": "compare", "content": comparison(runs, most=most)}))
 
 
 def _labels(runs: Sequence[RunFiles]) -> list[str]:

@@ -127,9 +127,16 @@ class RunFiles:
         return found
 
     @property
+    def changed(self) -> float:
+        """When a file that the report shows was written last, in seconds since 1970; logs only with another file."""
+        names = ("result.json", "settings.toml", "environment.json")
+        series = (self.path / "timeline").glob("*.jsonl")
+        return max(map(_modified, (*(self.path / name for name in names), *series)), default=0.0)
+
+    @property
     def state(self) -> str:
         """One of "finished", "stopped" (before its end), "running" and "ended without a result"."""
-        newest = max((_modified(series.path) for series in self.ranks.values()), default=0.0)
+        newest = max(map(_modified, (self.path / "timeline").glob("rank-*.jsonl")), default=0.0)
         result = self.result
         if result and _modified(self.path / "result.json") >= newest - FRESH_SECONDS:
             return "stopped" if result.get("stopped") else "finished"

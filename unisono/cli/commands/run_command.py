@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
+from unisono.cli.inspect.watch import watched
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.restarts import RankRange, run_with_restarts
@@ -39,6 +41,7 @@ def run(
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     ranks_per_device: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
+    watch: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Train a recipe or a script.
@@ -59,11 +62,13 @@ def run(
         Number of processes that share an accelerator. They exchange through gloo, by the CPU's memory.
     no_dry_run
         Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
+    watch
+        Serve the growing report of the run, and print its address (unisono watch).
     """
     world = World.current()
+    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch)
     if world.foreign and world.size > 1:
-        return _run_here(world, target, ranks, cpu_ranks, ranks_per_device, request)
-    flags = _flags(ranks, cpu_ranks, ranks_per_device)
+        return _run_here(world, target, ranks, flags, request)
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
     request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
@@ -84,7 +89,7 @@ def run(
     is_new = request.run_dir is None or not request.run_dir.exists()
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
-    with lock_run_dir(run_dir, line):
+    with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
         before = _start_mark(run_dir)
         outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, sizes, threads=threads)
         joined = _start_mark(run_dir) != before
@@ -103,11 +108,12 @@ def run(
     return outcome.exit_status
 
 
-def _flags(ranks: str, cpu_ranks: int, ranks_per_device: int) -> list[str]:
+def _flags(ranks: str, cpu_ranks: int, ranks_per_device: int, watch: bool) -> list[str]:
     """Return the flags about processes that are not the default."""
     flags = ["--ranks", ranks] if ranks != "1" else []
     flags += ["--cpu-ranks", str(cpu_ranks)] if cpu_ranks else []
-    return flags + (["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else [])
+    flags += ["--ranks-per-device", str(ranks_per_device)] if ranks_per_device != 1 else []
+    return flags + ["--watch"] * watch
 
 
 def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunOutcome) -> None:
@@ -122,17 +128,18 @@ def _explain_unjoined(script: Path, count: int, line: CommandLine, outcome: RunO
         print(f"\n{advice}", file=sys.stderr, flush=True)
 
 
-def _run_here(world: World, target: str, ranks: str, cpu_ranks: int, ranks_per_device: int, request: RunRequest) -> int:
+def _run_here(world: World, target: str, ranks: str, flags: list[str], request: RunRequest) -> int:
     """Run the script in this process, which is one of those that srun or torchrun started."""
-    flags = _flags(ranks, cpu_ranks, ranks_per_device)
     line = request.line("unisono", "run", target, *flags)
-    for given, flag, do in (
-        (cpu_ranks != 0, "--cpu-ranks", "hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES="),
-        (ranks_per_device != 1, "--ranks-per-device", "unisono run can start the processes itself, on one host"),
+    own = "each uses the accelerator that it sees"
+    for flag, reason, do in (
+        ("--cpu-ranks", own, "hide accelerators from those for the CPU: CUDA_VISIBLE_DEVICES="),
+        ("--ranks-per-device", own, "unisono run can start the processes itself, on one host"),
+        ("--watch", "only unisono run serves a page beside its own", "beside it: unisono watch RUN"),
     ):
-        if given:
+        if flag in flags:
             error = f"{flag} cannot be combined with {world.launcher}."
-            facts = f"{world.launcher} started the processes, and each uses the accelerator that it sees."
+            facts = f"{world.launcher} started the processes, and {reason}."
             raise SettingsError(error, facts, f"{line.without(flag)} ({do})")
     if ranks not in ("1", str(world.size)):
         error = f"--ranks {ranks} does not match the {world.size} processes of {world.launcher}."

@@ -25,7 +25,7 @@ class ListPage {
       this.chosen.size < 2 ? "Choose two runs to compare" : `Compare ${this.chosen.size} runs`);
     return [
       el("header", { class: "head" }, el("h1", {}, "Runs"), el("p", { class: "command" }, el("code", {}, folder))),
-      runs.length === 0 ? el("p", { class: "empty" }, "No run is here yet.") : [el("p", {}, compare), table(["", "run", "state", "steps", "loss", "last change"], runs.map((run) => el("tr", {},
+      runs.length === 0 ? el("p", { class: "empty" }, "No run is here yet.") : [el("p", { class: "command" }, compare), table(["", "run", "state", "steps", "loss", "last change"], runs.map((run) => el("tr", {},
         el("td", {}, el("input", { type: "checkbox", "aria-label": `Compare ${run.name}`, "data-key": `choose ${run.name}`, checked: this.chosen.has(run.name),
           on: { change: (event) => {
             if (event.target.checked) this.chosen.add(run.name); else this.chosen.delete(run.name);

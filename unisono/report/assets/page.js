@@ -80,7 +80,7 @@ document.getElementById("page").append(
   main,
 );
 show(page.content);
-if (page.live) {
+if (document.getElementById("page").dataset.live) {
   document.addEventListener("visibilitychange", () => { if (!document.hidden) { clearTimeout(follow.timer); follow(); } });
   follow();
 }

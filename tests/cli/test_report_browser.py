@@ -1,0 +1,225 @@
+"""The report in a real browser, Debian's chromium: no errors, no requests, zoom, keyboard, themes, a growing page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.report_size import write_run
+from tests.cli.command import PATIENCE_SECONDS, Command
+from unisono.report.report_page import write_page, write_report
+from unisono.report.run_comparison import comparison_page
+from unisono.report.run_files import RunFiles
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed: apt-get install chromium"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # of playwright's pipes
+]
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+
+
+@dataclass
+class Tab:
+    """A page of the browser, and what it complained about and asked for."""
+
+    page: Any
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, context: Any, url: str) -> Tab:
+        tab = cls(context.new_page())
+        tab.page.on("console", lambda message: tab.errors.append(message.text))
+        tab.page.on("pageerror", lambda error: tab.errors.append(str(error)))
+        tab.page.on("request", lambda request: tab.requests.append(request.url))
+        tab.page.goto(url)
+        return tab
+
+    def wait(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true. (The page allows no eval inside itself.)"""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < until, f"never {expression}"
+            self.page.wait_for_timeout(50)
+
+    def range(self) -> list[float]:
+        """Return the visible steps."""
+        found: list[float] = self.page.evaluate("view.range || extent()")
+        return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(write_run(tmp_path_factory.mktemp("run") / "mine", ranks=4, steps=2000))
+
+
+@pytest.fixture
+def tab(browser: Any, report: Path) -> Iterator[Tab]:
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    tab = Tab.open(context, report.as_uri())
+    yield tab
+    assert tab.errors == []
+    assert tab.requests == [report.as_uri()]
+    context.close()
+
+
+def test_a_curve_is_zoomed_and_all_charts_follow(tab: Tab) -> None:
+    plot = tab.page.locator(".plot .u-over").first
+    box = plot.bounding_box()
+    middle = box["y"] + box["height"] / 2
+    tab.page.mouse.move(box["x"] + 0.25 * box["width"], middle)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=4)
+    tab.page.mouse.up()
+    low, high = tab.range()
+    assert low == pytest.approx(500, abs=15)
+    assert high == pytest.approx(1000, abs=15)
+    scales = tab.page.evaluate(
+        "[...view.charts.values()].filter((c) => c.plot && c.isNear).map((c) => c.plot.scales.x.min)"
+    )
+    assert len(scales) > 2
+    assert {round(scale) for scale in scales} == {round(low)}
+    tab.page.get_by_role("button", name="time").click()
+    assert tab.page.evaluate("convert(view.range[0], 'time', 'steps')") == pytest.approx(low, abs=5)
+    tab.page.get_by_role("button", name="steps", exact=True).click()
+    tab.page.mouse.dblclick(box["x"] + 0.4 * box["width"], middle)
+    assert tab.range() == tab.page.evaluate("extent()")
+
+
+def test_a_rank_is_chosen(tab: Tab) -> None:
+    assert tab.page.locator("#rank-detail").count() == 0
+    tab.page.locator('[data-key="rank 1"]').click()
+    assert "Rank 1 on node0" in tab.page.locator("#rank-detail").inner_text()
+    tab.page.get_by_role("button", name="own time of a step").click()
+    tab.page.get_by_role("button", name="own time of a step").click()
+    assert tab.page.locator(".ranks tbody tr").first.get_attribute("class") == "chosen", "the slowest one is the first"
+    tab.page.locator(".map canvas").click(position={"x": 5, "y": 5})
+    assert "Rank 0" in tab.page.locator("#rank-detail").inner_text()
+
+
+def test_the_keyboard_moves_and_zooms(tab: Tab) -> None:
+    plot = tab.page.locator(".plot").first
+    plot.focus()
+    for key in ("Home", "ArrowRight", "Shift+ArrowRight"):
+        tab.page.keyboard.press(key)
+        tab.page.wait_for_timeout(60)
+    chart = tab.page.locator("figure.chart").first
+    at = tab.page.evaluate("[...view.charts.values()][0].at")
+    assert at == 11
+    assert f"step {tab.page.evaluate('page.content.steps[11]')}" in chart.locator(".spoken").inner_text()
+    whole = tab.range()
+    tab.page.keyboard.press("+")
+    assert tab.range()[1] - tab.range()[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    tab.page.keyboard.press("0")
+    assert tab.range() == whole
+    chart.locator("details.values summary").click()
+    assert chart.locator("tbody tr").count() > 20
+
+
+def test_themes_and_a_phone(browser: Any, report: Path) -> None:
+    paper = {}
+    for scheme in ("light", "dark"):
+        context = browser.new_context(viewport={"width": 375, "height": 800}, color_scheme=scheme)
+        tab = Tab.open(context, report.as_uri())
+        paper[scheme] = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert tab.page.evaluate("document.documentElement.scrollWidth") == 375
+        for _ in range(2):  # to light, to dark
+            tab.page.locator("#theme").click()
+        assert tab.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 23, 26)"
+        assert tab.errors == []
+        context.close()
+    assert paper == {"light": "rgb(251, 251, 249)", "dark": "rgb(21, 23, 26)"}
+
+
+def test_text_of_a_run_is_not_run(browser: Any, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+    run_dir = write_run(tmp_path / evil.replace("/", "|"), ranks=2, steps=9)
+    (run_dir / "log" / "rank-0.log").write_text(evil)
+    (run_dir / "environment.json").write_text(json.dumps({"command": evil, "host": evil}))
+    finding = {"kind": evil, "severity": "high", "fact": evil, "evidence": [evil], "advice": evil, "gain": evil}
+    path = tmp_path / "evil.html"
+    write_page(path, write_report(run_dir, findings=[finding]).read_text())
+    context = browser.new_context()
+    tab = Tab.open(context, path.as_uri())
+    tab.page.wait_for_selector("h1")
+    assert evil.replace("/", "|") in tab.page.locator("h1").inner_text()
+    assert tab.page.locator(".finding h3").inner_text() == evil
+    assert tab.page.locator("img").count() == 0
+    assert tab.page.locator("script").count() == 2
+    assert (tab.errors, tab.requests) == ([], [path.as_uri()])
+    context.close()
+
+
+def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, ranks=2, steps=steps) for name, steps in (("one", 300), ("two", 200))]
+    files = [RunFiles(run) for run in runs]
+    for each in files:
+        each.read()
+    path = tmp_path / "both.html"
+    write_page(path, comparison_page(files))
+    context = browser.new_context()
+    tab = Tab.open(context, path.as_uri())
+    assert tab.page.locator(".legend").first.inner_text().split()[::2] == ["one", "two"]
+    assert "steps" in tab.page.locator("#differences").inner_text()
+    assert tab.errors == []
+    context.close()
+
+
+TRAIN = """
+import torch
+from torch import nn
+
+def main(run):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+    model = run.place(lambda: nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(data):
+        for (x,) in step:
+            step.backward(model(x).square().sum(), weight=len(x))
+        step.update(optimizer)
+        time.sleep(0.05)
+
+unisono.main(main)
+"""
+
+
+def test_the_page_grows_while_a_run_trains(browser: Any, command: Command) -> None:
+    """`unisono run --watch` prints an address. Seven tabs of one browser show the page, and its growth."""
+    command.script(TRAIN)
+    running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=240", "--watch")
+    assert running.stderr is not None
+    address = next(line for line in running.stderr if " at http://" in line).split(" at ")[1].strip()
+    context = browser.new_context()
+    tabs = [Tab.open(context, address) for _ in range(7)]
+    seen = []
+    for tab in tabs:
+        tab.wait("page.content.steps?.length > 5")
+        seen.append(tab.page.evaluate("page.content.steps.length"))
+    for tab, before in zip(tabs, seen, strict=True):
+        tab.wait(f"page.content.steps.length > {before}")
+    assert tabs[0].page.locator(".state").inner_text() == "running"
+    tabs[0].wait("page.content.state === 'finished'")
+    assert command.end(running).status == 0
+    assert [tab.errors for tab in tabs] == [[] for _ in tabs]
+    assert "240" in tabs[0].page.locator(".facts").inner_text()
+    context.close()

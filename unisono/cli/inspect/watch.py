@@ -1,0 +1,141 @@
+"""unisono watch: serve the page of a run that makes progress, or of all runs in a folder."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from unisono.cli.request.suggestions import WHOLE
+from unisono.environment import inherited, variables
+from unisono.errors import SettingsError
+
+if TYPE_CHECKING:
+    from unisono.report.live.live_server import LiveServer
+
+LOOPBACK = "127.0.0.1"
+
+LAST_SECONDS = 3.0
+"""Seconds for which the server of `unisono run --watch` outlives the run, so that pages show its end."""
+
+LONGEST_START = 5.0
+"""Seconds for which a run waits for the address of its page."""
+
+
+def watch(
+    run: Path,
+    /,
+    *,
+    address: Annotated[str, Parameter(metavar="IP")] = LOOPBACK,
+    port: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False)] = 0,
+    beside: Annotated[bool, Parameter(negative=(), show=False)] = False,
+) -> int:
+    """Serve the report of a run while it grows, at an address that is printed. Ctrl-C ends it.
+
+    The address contains a secret token. Nothing is written, and training is not disturbed.
+
+    Parameters
+    ----------
+    run
+        A run directory, or a folder of them: a list, from which runs are opened or compared.
+    address
+        Listen at this address of the machine. Its network can then reach the page, without encryption.
+    port
+        Listen at this port. By default any free one.
+    """
+    line = ["unisono", "watch", str(run), *(["--address", address] if address != LOOPBACK else [])]
+    _check(run)
+    server = _server(run, address, port, line)
+    with server:
+        if beside:
+            threading.Thread(target=_end_with_input, args=(server,), name="input", daemon=True).start()
+        print(f"Watch {run} at {server.url}", flush=True)
+        if tunnel := _tunnel(server, address):
+            print(f"From your own machine, first: {tunnel}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def _check(run: Path) -> None:
+    """Raise SettingsError if a path is neither a run directory nor a folder of them."""
+    from unisono.report.run_files import is_run, no_run  # here, because it loads numpy
+
+    if not is_run(run) and not (run.is_dir() and any(is_run(path) for path in run.iterdir())):
+        raise SettingsError.of([no_run(run)])
+
+
+def _server(run: Path, address: str, port: int, line: list[str]) -> LiveServer:
+    from unisono.report.live.live_server import LiveServer  # here, because it loads numpy
+
+    try:
+        return LiveServer(run, address, port)
+    except OverflowError:
+        raise SettingsError(f"--port {port} is out of range.", "Ports are 0 to 65535.", shlex.join(line)) from None
+    except OSError as error:
+        reason = f"{error.strerror or error}."
+        busy = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        do = (
+            f"{shlex.join(line)} (with any free port)"
+            if busy
+            else f"{shlex.join(line[:3])} (on the loopback interface)"
+        )
+        raise SettingsError(f"Cannot listen at {address}, port {port}.", reason, do) from None
+
+
+def _tunnel(server: LiveServer, address: str) -> str | None:
+    """Return the command of a tunnel to the server; None if this is no session of ssh, or the server is not hidden."""
+    session = variables(("SSH_CONNECTION",)).get("SSH_CONNECTION", "").split()
+    if len(session) != 4 or address != LOOPBACK:
+        return None
+    port = server.server_port
+    return shlex.join(["ssh", "-N", "-L", f"{port}:{LOOPBACK}:{port}", f"{getpass.getuser()}@{session[2]}"])
+
+
+def _end_with_input(server: LiveServer) -> None:
+    """Stop the server a moment after standard input ends: with the process that started it."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    time.sleep(LAST_SECONDS)
+    server.shutdown()
+
+
+@contextmanager
+def watched(run_dir: Path) -> Iterator[None]:
+    """Serve the page of a run during a block, from a process of its own. Print its address to standard error."""
+    (run_dir / "timeline").mkdir(exist_ok=True)
+    words = [sys.executable, "-m", "unisono.cli.main", "watch", str(run_dir), "--beside"]
+    environment = inherited({"PYTHONPATH": ":".join(path for path in sys.path if path)})
+    server = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    ready = threading.Event()
+    threading.Thread(target=_show, args=(server, ready), name="watch", daemon=True).start()
+    ready.wait(LONGEST_START)
+    try:
+        yield
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+def _show(server: subprocess.Popen[str], ready: threading.Event) -> None:
+    """Print what the server prints."""
+    assert server.stdout is not None
+    for line in server.stdout:
+        print(line, end="", file=sys.stderr, flush=True)
+        ready.set()
+    ready.set()
+    server.wait()
