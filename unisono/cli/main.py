@@ -26,9 +26,9 @@ from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
-from unisono.cli.logs.logs_command import logs
 from unisono.cli.inspect.report import report
 from unisono.cli.inspect.watch import watch
+from unisono.cli.logs.logs_command import logs
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed

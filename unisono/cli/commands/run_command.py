@@ -82,10 +82,7 @@ def run(
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
     sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
     if unsure and not no_dry_run and not _fits(script, threads, sizes, request, line):
-        print(f"Stopped before the start: nothing to save.\n  Next: {line}", file=sys.stderr)
-        if request.json:
-            print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
-        return 0
+        return _stopped_before_the_start(line, request)
     is_new = request.run_dir is None or not request.run_dir.exists()
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
@@ -106,6 +103,14 @@ def run(
     if request.json:
         print("\n" * outcome.in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
     return outcome.exit_status
+
+
+def _stopped_before_the_start(line: CommandLine, request: RunRequest) -> int:
+    """Report that Ctrl-C ended the dry run, and return the exit status."""
+    print(f"Stopped before the start: nothing to save.\n  Next: {line}", file=sys.stderr)
+    if request.json:
+        print(json.dumps({"stopped": True, "exit_status": 0}), flush=True)
+    return 0
 
 
 def _flags(ranks: str, cpu_ranks: int, ranks_per_device: int, watch: bool) -> list[str]:

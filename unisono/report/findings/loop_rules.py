@@ -21,7 +21,7 @@ def _times(run: Evidence, phase: str) -> int:
 
 def _fewer(share: float) -> int:
     """Return by which factor something must become rarer to take the wanted share of the time."""
-    return math.ceil(share / (1 - share) * (1 - WANTED) / WANTED)
+    return max(1, math.ceil(share / max(1 - share, 1e-3) * (1 - WANTED) / WANTED))
 
 
 def checkpoints(run: Evidence) -> Finding | None:
