@@ -98,7 +98,7 @@ def test_a_curve_is_zoomed_and_all_charts_follow(tab: Tab) -> None:
     )
     assert len(scales) > 2
     assert {round(scale) for scale in scales} == {round(low)}
-    tab.page.get_by_role("button", name="time").click()
+    tab.page.get_by_role("button", name="time", exact=True).click()
     assert tab.page.evaluate("convert(view.range[0], 'time', 'steps')") == pytest.approx(low, abs=5)
     tab.page.get_by_role("button", name="steps", exact=True).click()
     tab.page.mouse.dblclick(box["x"] + 0.4 * box["width"], middle)
@@ -132,7 +132,7 @@ def test_the_keyboard_moves_and_zooms(tab: Tab) -> None:
     tab.page.keyboard.press("0")
     assert tab.range() == whole
     chart.locator("details.values summary").click()
-    assert chart.locator("tbody tr").count() > 20
+    chart.locator("tbody tr").nth(20).wait_for()
 
 
 def test_themes_and_a_phone(browser: Any, report: Path) -> None:

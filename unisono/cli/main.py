@@ -111,7 +111,8 @@ PROFILE = """\
 REPORT = """\
   unisono report runs/mine               to runs/mine/report.html
   unisono report runs/one runs/two       compare them, in report.html
-  unisono report runs/mine --json
+  unisono report runs/mine --text        what slowed it down, with the evidence
+  unisono report runs/mine --flops       with model FLOPs utilization
 """
 WATCH = """\
   unisono watch runs/mine

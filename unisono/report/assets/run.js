@@ -11,6 +11,12 @@ function growing(times) {
   return times.map((t) => (latest = Math.max(t ?? 0, latest)));
 }
 
+/* The median of the values that are known. */
+function middle(values) {
+  const known = values.filter((v) => v != null).sort((a, b) => a - b);
+  return known.length ? known[known.length >> 1] : null;
+}
+
 class RunPage {
   constructor() {
     this.head = new Place("header", { class: "head" });
@@ -75,7 +81,7 @@ class RunPage {
       ["duration", format.duration(seconds)],
       ["samples/s", rate == null ? UNKNOWN : format.rate(rate)],
       ["ranks", result.ranks ? `${result.ranks}${result.virtual_ranks ? ` (${result.virtual_ranks} virtual)` : ""}` : format.count(run.table?.length)],
-      run.flops?.mfu != null && ["FLOPs used", format.share(run.flops.mfu)],
+      run.rate?.utilization && ["FLOPs used", format.share(middle(run.rate.utilization)), `of ${format.rate(run.flops.peak)} FLOP/s, the product of two matrices (${run.flops.dtype}) on ${run.flops.peak_of}`],
       result.energy?.joules != null && ["energy", format.joules(result.energy.joules)],
       ["promise", result.promise, result.reason],
       ["survival", result.survival],
@@ -87,7 +93,6 @@ class RunPage {
       run.total > 0 && done < run.total && run.state === "running" && el("progress", { max: run.total, value: done, "aria-label": `${done} of ${run.total} steps` }),
       el("dl", { class: "facts" }, facts.map(([name, value, title]) => el("div", {}, el("dt", {}, name), el("dd", { title }, value)))),
       result.weights_sha256 && el("p", { class: "fingerprint" }, el("span", { class: "soft" }, "fingerprint "), el("code", {}, result.weights_sha256)),
-      typeof run.flops === "object" && run.flops?.fact && el("p", { class: "soft" }, String(run.flops.fact)),
     ];
   }
 
@@ -114,6 +119,11 @@ class RunPage {
       run.rate.weight && Chart.of({ ...base, id: "weight", title: "Throughput in tokens (weight)", unit: "per second", zero: true,
         curves: [{ name: "tokens", color: "--c4", values: run.rate.weight }] }),
     ];
+    if (run.rate.utilization) {
+      time.push(Chart.of({ ...base, id: "utilization", title: "Model FLOPs utilization", unit: "share", zero: true,
+        note: `Of ${format.rate(run.flops.peak)} FLOP/s for each process: the product of two matrices (${run.flops.dtype}) on ${run.flops.peak_of}. A sample takes ${format.rate(run.flops.flops_per_sample)} operations.`,
+        curves: [{ name: "utilization", color: "--c3", values: run.rate.utilization }] }));
+    }
     const several = run.table.length > 1;
     const ranks = several && [
       Chart.of({ ...base, id: "ranks-time", title: "Fastest and slowest rank", unit: "seconds", zero: true,

@@ -251,9 +251,10 @@ function logPart(logs) {
 }
 
 function findingCards(findings) {
-  return findings.map((finding) => el("article", { class: `finding ${["high", "error", "critical", "severe"].includes(finding.severity) ? "high" : ["medium", "warning"].includes(finding.severity) ? "medium" : "low"}` },
-    el("h3", {}, String(finding.fact ?? "")),
-    finding.evidence?.length > 0 && el("ul", {}, [finding.evidence].flat().map((each) => el("li", {}, shownValue(each)))),
-    finding.advice && el("p", {}, el("span", { class: "next" }, "Next"), " ", el("code", {}, String(finding.advice))),
-    finding.gain && el("p", { class: "gain" }, shownValue(finding.gain))));
+  return findings.map((finding) => el("article", { class: `finding ${finding.gain == null || finding.gain >= 0.3 ? "high" : finding.gain >= 0.15 ? "medium" : "low"}` },
+    el("h3", {}, finding.fact),
+    finding.evidence.length > 0 && el("ul", {}, finding.evidence.map((each) => el("li", {}, each))),
+    el("p", {}, el("span", { class: "next" }, "Next"), " ", el("code", {}, finding.advice)),
+    finding.gain != null && el("p", { class: "gain" }, `saves about ${format.share(finding.gain)} of the time`),
+    finding.changes_result && el("p", { class: "soft" }, "It changes the result.")));
 }
