@@ -1,4 +1,4 @@
-"""Measure the report of a very long run: seconds and memory to write it, and the size of the page.
+"""Measure the report of a very long run: seconds and memory to write it, its size, and how a browser shows it.
 
     python -m benchmarks.report_size --ranks 64 --steps 1000000
 
@@ -169,6 +169,39 @@ print(f"{seconds:.1f} s, {memory:.2f} GB, page {path.stat().st_size / 1e3:.0f} k
 """
 
 
+ZOOM = """async () => {
+  const whole = extent(), frames = 90, began = performance.now();
+  for (let i = 0; i < frames; i++) {
+    const all = whole[1] - whole[0], low = whole[0] + i * all / 1000;
+    const span = all * (0.05 + 0.9 * Math.abs(Math.cos(i / 15)));
+    setView([low, low + span]);
+    await new Promise((next) => requestAnimationFrame(next));
+  }
+  return 1000 * frames / (performance.now() - began);
+}"""
+"""Zoom all charts that are visible once in each frame, and return the frames in a second."""
+
+
+def show_page(page: Path) -> str:
+    """Open a page in chromium, and return how long that took and how quickly it zooms."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return "browser: playwright is not installed"
+    if (chromium := shutil.which("chromium")) is None:
+        return "browser: chromium is not installed"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        tab = browser.new_page(viewport={"width": 1300, "height": 900})
+        began = time.perf_counter()
+        tab.goto(page.as_uri())
+        tab.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        opened = time.perf_counter() - began
+        frames = tab.evaluate(ZOOM)
+        browser.close()
+    return f"browser: opened in {opened:.2f} s, zooms at {frames:.0f} frames a second"
+
+
 def main() -> None:
     """Write a run and its report, and print what that took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -184,6 +217,7 @@ def main() -> None:
     seconds = time.perf_counter() - began
     print(f"{given.ranks} ranks, {given.steps} steps, timelines of {size / 1e9:.2f} GB in {seconds:.0f} s", flush=True)
     subprocess.run([sys.executable, "-c", WRITE, str(run)], check=True)
+    print(show_page(run / "report.html"))
     if given.out is None:
         shutil.rmtree(folder)
 
