@@ -76,7 +76,9 @@ CASES = {
         "plant=storage cost=6 width=512 depth=8 virtual_ranks=1 loader.workers=1 steps=150",
         "loader.workers={}",
     ),
-    "slow-rank": Case("straggler", 2, "plant=slow-rank cost=1 width=768 depth=4 batch=16 steps=300", "plant=nothing"),
+    "slow-rank": Case(
+        "straggler", 2, "plant=slow-rank cost=1 width=768 depth=4 batch=16 virtual_ranks=8 steps=300", "plant=nothing"
+    ),
     "uneven-batch": Case("uneven", 2, "plant=per-sample cost=6 depth=2 batch=3 steps=500", "batch={}"),
     "uneven-virtual-ranks": Case(
         "uneven", 2, "plant=per-sample cost=2 depth=2 batch=12 virtual_ranks=3 steps=300", "virtual_ranks={}"

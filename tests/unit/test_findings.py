@@ -180,7 +180,7 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
     "threads": (
         "threads",
         "--set threads=2",
-        0.4,
+        None,
         Planted(facts={"threads": 4}, sample=processes(delayed=0.4)),
     ),
     "shared cores": ("shared-cores", "stop them", 0.3, Planted(sample={"cpu": 1.0, **processes(delayed=0.3)})),

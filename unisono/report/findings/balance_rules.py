@@ -79,7 +79,7 @@ def bubbles(run: Evidence) -> Finding | None:
     micro = max(1.0, virtual * pieces / lines)
     smaller = max(1, int(size / pieces) // 2)
     more = max(1.0, virtual * -(-size // smaller) / lines)
-    compute = median(each.compute + each.phases["exchange"] for each in run.ranks.values())
+    compute = run.loop - run.middle("update") - run.middle("data")
     gain = (1 - ((more + stages - 1) / more) / ((micro + stages - 1) / micro)) * compute / run.step
     idle = (stages - 1) / (micro + stages - 1)
     evidence = [

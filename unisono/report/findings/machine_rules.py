@@ -21,14 +21,13 @@ def threads(run: Evidence) -> Finding | None:
         if not cores or wanted <= cores or delayed is None or facts.get("threads", 1) == 1:
             continue
         fewer = max(1, int(cores // float(facts["ranks"])))
-        gain = delayed
         evidence = [
             f"{facts['ranks']} processes with {facts['threads']} threads each share the {cores:g} cores of {host}.",
             f"Their main threads wait for a core in {percent(delayed)} of the time.",
         ]
         fact = f"{host} has more threads than cores."
-        if run.worth(gain):
-            return Finding("threads", fact, evidence, f"--set threads={fewer}", gain)
+        if run.worth(delayed):  # what it saves depends on how much the threads wait for each other
+            return Finding("threads", fact, evidence, f"--set threads={fewer}", None)
     return None
 
 
