@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from tests.cli.command import Command
+from tests.cli.command import ROOT, Command
 from tests.cli.test_deaths import DYING
 from tests.cli.test_training import SCRIPT, kill_process_tree, result
+from unisono.monitor.timeline import read
 
 OWN = """
 import time
@@ -37,6 +43,19 @@ class Ends(Broken):
 LOGGING = SCRIPT.replace("        step.update(", "        run.log(lr=0.5)\n        step.update(")
 
 
+MEDIA = LOGGING.replace(
+    "        step.update(",
+    """        if step.number % 4 == 1:
+            run.log_image("sub/picture", torch.rand(3, 4, 5, generator=torch.Generator().manual_seed(step.number)))
+            run.log_text("words", f"step {step.number}")
+            run.log_histogram("weights", model[0].weight)
+            run.log_table("table", ["step", "loss"], [[step.number, step.loss]])
+            run.log_image("bad", torch.zeros(5))
+        step.update(""",
+).replace("    for step in run.steps(", "    run.log_text('first', 'words')\n    for step in run.steps(")
+MEDIA = MEDIA.replace("\nunisono.main(main", "    run.log_text('last', 'words')\n\nunisono.main(main")
+
+
 def steps_of(command: Command, run_dir: str) -> list[int]:
     """Return the steps of the loss in metrics.csv."""
     rows = (command.folder / run_dir / "metrics.csv").read_text().splitlines()[1:]
@@ -45,24 +64,91 @@ def steps_of(command: Command, run_dir: str) -> list[int]:
 
 @pytest.mark.slow
 def test_every_step_is_there_once_after_kills_and_resumes(command: Command) -> None:
-    command.script(LOGGING)
+    command.script(MEDIA)
     rng = random.Random(5)
-    words = ["run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "track=csv", "--set", "pause=0.03"]
-    for number in range(4):
+    track = ",".join(("csv", "tensorboard", *(name for name in ("wandb", "trackio") if find_spec(name))))
+    words = ["run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", f"track={track}", "--set", "pause=0.05"]
+    for number in range(6):
         launcher = command.start(*words, *(["--resume"] if number else []))
-        if number == 3:
+        if number == 5:
             break
         timeline = command.folder / "out" / "timeline" / "rank-0.jsonl"
         before = timeline.stat().st_size if timeline.exists() else 0
         while not timeline.exists() or timeline.stat().st_size <= before:
             assert launcher.poll() is None, launcher.communicate()
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 0.6))
+        time.sleep(rng.uniform(0, 1.5))
         kill_process_tree(launcher)
         launcher.communicate()
     ended = command.end(launcher)
     assert ended.status == 0, ended.err
     assert steps_of(command, "out") == list(range(24))
+    found = tensorboard_steps(command.folder / "out")
+    often = list(range(1, 24, 4))
+    assert found[:5] == [list(range(24)), often, often, often, often]
+    assert found[5][0] == 0  # logged before the loop: by each start, for its first step
+    assert found[5] == sorted(set(found[5]))
+    assert found[6] == [23]
+    if "wandb" in track:
+        files = sorted((command.folder / "out").glob("wandb/*run-*/*.wandb"))
+        history = [step for path in files for step in wandb_steps(path)]
+        assert history == list(range(24))
+    if "trackio" in track:
+        with sqlite3.connect(command.folder / "out" / "trackio" / "unisono.db") as database:
+            rows = database.execute("select step, metrics from metrics order by id").fetchall()
+        assert [step for step, metrics in rows if "loss" in json.loads(metrics)] == list(range(24))
+        assert [step for step, metrics in rows if "words" in json.loads(metrics)] == often
+        database.close()
+
+
+def tensorboard_steps(run_dir: Path) -> list[list[int]]:
+    """Return the steps of the loss, and of everything else that the script MEDIA logs."""
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
+    code = f"""
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator({str(run_dir / "tensorboard")!r}, size_guidance=dict.fromkeys(
+    ("scalars", "images", "histograms", "tensors"), 0))
+found.Reload()
+kinds = [(found.Scalars, "loss"), (found.Images, "sub/picture"), (found.Histograms, "weights")]
+kinds += [(found.Tensors, name) for name in ("words", "table", "first", "last")]
+print([[event.step for event in read(name)] for read, name in kinds])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    steps: list[list[int]] = json.loads(done.stdout)
+    return steps
+
+
+def wandb_steps(path: Path) -> list[int]:
+    """Return the steps in a file of W&B. (The test of the library reads it with wandb sync.)"""
+    code = (
+        f"from pathlib import Path; from unisono.trackers.wandb import steps_of; print(steps_of(Path({str(path)!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    steps: list[int] = json.loads(done.stdout)
+    return steps
+
+
+def test_media_change_no_bits_and_are_written_once(command: Command) -> None:
+    command.script(MEDIA)
+    ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=6")
+    assert ended.status == 0, ended.err
+    said = ended.out + ended.err
+    assert said.count("The image 'bad' is not recorded") == 1
+    out = command.folder / "out"
+    kinds = {"sub%2Fpicture": "png", "words": "txt", "table": "json"}
+    expected = [f"{name}/{step}.{suffix}" for name, suffix in kinds.items() for step in (1, 5)]
+    files = sorted(path.relative_to(out / "media").as_posix() for path in (out / "media").rglob("*.*"))
+    assert files == sorted([*expected, "first/0.txt", "last/6.txt"])
+    assert json.loads((out / "media/table/5.json").read_text())["data"][0][0] == 5
+    lines = [line for line in read(out / "timeline" / "rank-0.jsonl") if "media" in line]
+    histograms = [line for line in lines if line["media"] == "histogram"]
+    sizes = [(line["step"], sum(line["counts"]), len(line["edges"])) for line in histograms]
+    assert sizes == [(1, 128, 65), (5, 128, 65)]
+    assert len(lines) == len(files) + 2
+    assert not [line for line in read(out / "timeline" / "rank-1.jsonl") if "media" in line]
+    command.script(SCRIPT)
+    command.train("whole", "--set=steps=6")
+    assert result(command, "out")["weights_sha256"] == result(command, "whole")["weights_sha256"]
 
 
 @pytest.mark.slow

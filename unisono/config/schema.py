@@ -310,7 +310,9 @@ class Settings:
     local_sgd: LocalSGDSettings = field(default_factory=LocalSGDSettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
-    track: str = setting("", "experiment trackers, separated by commas: csv, tensorboard, or module:Class of your own")
+    track: str = setting(
+        "", "experiment trackers, separated by commas: csv, tensorboard, mlflow, wandb, trackio, or module:Class"
+    )
     metrics: MetricsSettings = field(default_factory=MetricsSettings)
     audit_every: int = setting(
         0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)

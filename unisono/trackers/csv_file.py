@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from unisono.trackers.tracker import TrackedRun
+from unisono.trackers.tracker import Media, TrackedRun
 
 HEADER = ("step", "time", "name", "value")
 
@@ -29,6 +29,9 @@ class CsvFile:
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
         self._write([(step, f"{time:.3f}", name, value) for name, value in numbers.items()])
+
+    def log_media(self, step: int, time: float, media: Media) -> None:
+        """Do nothing: a table of numbers has no place for them."""
 
     def flush(self) -> None:
         """Do nothing: all is written."""

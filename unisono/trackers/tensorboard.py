@@ -1,30 +1,19 @@
-"""Record numbers as TensorBoard's event files in `RUN/tensorboard/`, without TensorBoard.
+"""Record numbers and media as TensorBoard's event files in `RUN/tensorboard/`, without TensorBoard.
 
-A file is a sequence of records, each with two checksums (tensorflow/core/lib/io/record_writer.h):
-
-    length (8 bytes) | masked CRC-32C of it (4) | an Event (length bytes) | masked CRC-32C of it (4)
-
-An Event is a protocol buffer (tensorboard/compat/proto/event.proto, summary.proto). One holds all numbers of a step, so
-a step is written whole or not at all. Every start of the run has a file of its own, and TensorBoard reads all of them.
+One event holds everything of a step, so a step is written whole or not at all. Every start of the run has a file of its
+own, and TensorBoard reads all of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from unisono.trackers.tracker import TrackedRun
-
-FLOAT, LENGTH, DOUBLE = 5, 2, 1
-"""Wire types of protocol buffers (https://protobuf.dev/programming-guides/encoding)."""
-
-DT_STRING = 7
-"""TensorFlow's number for strings (tensorboard/compat/proto/types.proto)."""
+from unisono.trackers import event_file
+from unisono.trackers.tracker import Media, TrackedRun
 
 
 class TensorBoard:
@@ -34,127 +23,62 @@ class TensorBoard:
         folder = run.dir / "tensorboard"
         folder.mkdir(exist_ok=True)
         files = sorted(folder.glob("events.out.tfevents.*"))
-        last = max((step for file in files for step in _steps(file)), default=-1)
+        last = max((step for file in files for step in event_file.steps_of(file)), default=-1)
         now = time.time()
         self._file = (folder / f"events.out.tfevents.{now:.6f}.{os.getpid()}").open("ab")
-        self._write(event(now, version="brain.Event:2"))
+        self._media: dict[int, bytes] = {}  # by step: media that no event holds yet
+        self._write(event_file.event(now, version="brain.Event:2"))
         if not files:
             for name, values in (("settings", run.settings), ("environment", run.environment)):
-                self._write(event(now, text={name: f"```json\n{json.dumps(values, indent=2, default=str)}\n```"}))
+                self._write(event_file.event(now, _json(name, values)))
         self.flush()
         return last
 
     def log(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
-        self._write(event(time, step, numbers))
+        values = b"".join(event_file.number(name, value) for name, value in numbers.items())
+        values += self._media.pop(step, b"")
+        self._write_media(time)
+        self._write(event_file.event(time, values, step=step))
+
+    def log_media(self, step: int, time: float, media: Media) -> None:
+        self._media[step] = self._media.get(step, b"") + _encoded(media)
 
     def flush(self) -> None:
         self._file.flush()
 
     def finish(self, result: Mapping[str, Any]) -> None:
+        now = time.time()
         if result:
-            shown = json.dumps(result, indent=2, default=str)
-            self._write(event(time.time(), text={"result": f"```json\n{shown}\n```"}))
+            self._write_media(now)
+            self._write(event_file.event(now, _json("result", result)))
         self._file.close()
 
+    def _write_media(self, time: float) -> None:
+        for step, values in self._media.items():
+            self._write(event_file.event(time, values, step=step))
+        self._media.clear()
+
     def _write(self, data: bytes) -> None:
-        self._file.write(record(data))
+        self._file.write(event_file.record(data))
 
 
-def record(data: bytes) -> bytes:
-    """Return data as a record of an event file."""
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc(length)) + data + struct.pack("<I", masked_crc(data))
+def _encoded(media: Media) -> bytes:
+    """Return media as values of a summary."""
+    if media.kind == "image":
+        return event_file.image(media.name, media.file.read_bytes())
+    if media.kind == "histogram":
+        return event_file.histogram(media.name, media.counts, media.edges)
+    if media.kind == "text":
+        return event_file.text(media.name, media.text())
+    return event_file.text(media.name, _markdown(*media.table())) if media.kind == "table" else b""
 
 
-def event(
-    wall_time: float,
-    step: int | None = None,
-    numbers: Mapping[str, float] | None = None,
-    *,
-    text: Mapping[str, str] | None = None,
-    version: str = "",
-) -> bytes:
-    """Return an Event.
-
-    Args:
-        wall_time: seconds since 1970.
-        step: the step, from 0.
-        numbers: scalars by name.
-        text: texts by name, in Markdown.
-        version: of the file format, in the first event of a file.
-    """
-    values = b""
-    for name, number in (numbers or {}).items():
-        values += _field(1, _field(1, name.encode()) + _key(2, FLOAT) + struct.pack("<f", number))
-    for name, words in (text or {}).items():
-        metadata = _field(1, _field(1, b"text"))  # plugin_data.plugin_name
-        tensor = _key(1, 0) + _varint(DT_STRING) + _field(2, _field(2, _key(1, 0) + _varint(1)))
-        values += _field(
-            1, _field(1, name.encode()) + _field(9, metadata) + _field(8, tensor + _field(8, words.encode()))
-        )
-    whole = _key(1, DOUBLE) + struct.pack("<d", wall_time)
-    if step is not None:
-        whole += _key(2, 0) + _varint(step)
-    if version:
-        whole += _field(3, version.encode())
-    return whole + (_field(5, values) if values else b"")
+def _markdown(columns: list[str], rows: list[list[Any]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
-def _key(number: int, wire_type: int) -> bytes:
-    return _varint(number << 3 | wire_type)
-
-
-def _field(number: int, content: bytes) -> bytes:
-    """Return a field whose content has a length: a string, bytes or a message."""
-    return _key(number, LENGTH) + _varint(len(content)) + content
-
-
-def _varint(number: int) -> bytes:
-    digits = []
-    while number > 127:
-        digits.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*digits, number])
-
-
-def _steps(path: Path) -> Iterator[int]:
-    """Yield the steps of the events with scalars in a file. A record that is cut off or damaged ends it."""
-    data, at = path.read_bytes(), 0
-    while at + 12 <= len(data):
-        length = struct.unpack_from("<Q", data, at)[0]
-        content = data[at + 12 : at + 12 + length]
-        checksum = data[at + 12 + length : at + 16 + length]
-        if len(checksum) < 4 or struct.unpack("<I", checksum)[0] != masked_crc(content):
-            return
-        if len(content) > 9 and content[9] == 2 << 3:  # after the time: the step
-            yield _read_varint(content, 10)
-        at += 16 + length
-
-
-def _read_varint(data: bytes, at: int) -> int:
-    number = shift = 0
-    while data[at] > 127:
-        number |= (data[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-    return number | data[at] << shift
-
-
-def masked_crc(data: bytes) -> int:
-    """Return the checksum of a record: CRC-32C (RFC 3720, appendix B.4), rotated, plus a constant."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def _table() -> list[int]:
-    table = []
-    for number in range(256):
-        for _ in range(8):
-            number = number >> 1 ^ (0x82F63B78 if number & 1 else 0)
-        table.append(number)
-    return table
-
-
-_TABLE = _table()
+def _json(name: str, values: Mapping[str, Any]) -> bytes:
+    return event_file.text(name, f"```json\n{json.dumps(values, indent=2, default=str)}\n```")

@@ -26,7 +26,6 @@ from unisono.train.collective import NoRecovery
 from unisono.train.context import LoopParts, RunContext
 from unisono.train.diagnostics.divergence import build_divergence
 from unisono.train.diagnostics.redundant_compute import build_audit
-from unisono.train.diagnostics.tracking import build_tracking
 from unisono.train.extensions import Extension, bind
 from unisono.train.guarantees.deterministic_kernels import describe_kernels
 from unisono.train.guarantees.loop_checks import LoopChecks
@@ -41,6 +40,7 @@ from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
 from unisono.train.state.resume import check_exchange, check_kernels, check_length, check_ties
 from unisono.train.step import Step, StepParts
+from unisono.train.tracking.tracker_process import build_tracking
 from unisono.train.verification.verification import build_verification
 
 
@@ -104,7 +104,7 @@ def build_loop(
     progress.order = _order(settings, data, shuffle=shuffle)
     progress.exchange = (custom.promise, custom.reason) if custom is not None else None
     parts = _build_parts(context, loop, data, collate, custom, run_dir)
-    extensions = [*replication, *_build_extensions(context, parts)]
+    extensions = [*replication, *context.extensions, *_build_extensions(context, parts)]
     hooks = bind(extensions)
     build_slot = partial(_slot, loop, settings, context.mesh)
     recovery = build_recovery(context, parts, hooks.regrouped, build_slot)

@@ -33,6 +33,8 @@ from unisono.train.guarantees.user_errors import check_shapes
 from unisono.train.loop import SyncLoop
 from unisono.train.modules.buffer_sync import refuse_sync
 from unisono.train.pipelining.stage_timing import TimingExample
+from unisono.train.recording.media_recorder import MediaRecorder
+from unisono.train.recording.media_verbs import MediaVerbs
 from unisono.train.state.run_result import plain
 from unisono.train.step import Step
 
@@ -45,7 +47,7 @@ S = TypeVar("S", bound=Settings)
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-class Run(Generic[S]):
+class Run(MediaVerbs, Generic[S]):
     """A training run, as its script sees it.
 
     settings  the script's settings for this run
@@ -63,6 +65,8 @@ class Run(Generic[S]):
         self.dir: Path = context.run_dir
         self._total_steps = context.settings.steps
         self._has_steps = False
+        self._media = MediaRecorder(context)
+        context.extensions = [self._media]
 
     @property
     def rank(self) -> int:

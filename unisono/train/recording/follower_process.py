@@ -6,10 +6,11 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from unisono.environment import inherited
+from unisono import environment
 from unisono.train.extensions import Extension
 
 if TYPE_CHECKING:
@@ -28,13 +29,21 @@ class FollowerProcess(Extension):
         arguments: Returns its arguments; called when the process is started.
         patience: Seconds that the end of a run waits for it.
         late: Printed if it needs longer.
+        variables: Environment variables that it gets unless the user has set them.
     """
 
     def __init__(
-        self, context: RunContext, module: str, arguments: Callable[[], Sequence[str]], patience: float, late: str = ""
+        self,
+        context: RunContext,
+        module: str,
+        arguments: Callable[[], Sequence[str]],
+        patience: float,
+        late: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._context, self._module, self._arguments = context, module, arguments
         self._patience, self._late = patience, late
+        self._variables = {**variables, **environment.variables(variables)}
         self._process: subprocess.Popen[str] | None = None
         if not context.world.joins:  # a replacement has a group of its own until it joins
             self._start()
@@ -42,17 +51,23 @@ class FollowerProcess(Extension):
     def _start(self) -> None:
         if self._process is not None or self._context.group.rank:
             return
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module, *self._arguments()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=inherited({"PYTHONPATH": ":".join(path for path in sys.path if path)}),
-            start_new_session=True,  # Ctrl-C ends training, and with it the follower
-        )
+        path = ":".join(path for path in sys.path if path)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", self._module, *self._arguments()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment.inherited({**self._variables, "PYTHONPATH": path}),
+                start_new_session=True,  # Ctrl-C ends training, and with it the follower
+            )
+        except OSError as error:
+            self._context.monitor.note(f"{self._module} cannot start: {error}. Training continues without it.")
+            return
+        self._process = process
         name = self._module.rpartition(".")[2]
-        threading.Thread(target=self._show, args=(self._process,), name=name, daemon=True).start()
+        threading.Thread(target=self._show, args=(process,), name=name, daemon=True).start()
 
     def _show(self, process: subprocess.Popen[str]) -> None:
         """Print what the follower prints."""

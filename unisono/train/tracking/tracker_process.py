@@ -1,11 +1,11 @@
-"""Start the process that sends what a run logs to experiment trackers (trackers/follower.py)."""
+"""Start the process that sends what a run logs to experiment trackers (train/tracking/follower.py)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from unisono.config.wording import plural
-from unisono.trackers.registry import names_of
+from unisono.trackers.registry import names_of, variables_of
 from unisono.train.recording.follower_process import FollowerProcess
 
 if TYPE_CHECKING:
@@ -22,5 +22,13 @@ def build_tracking(context: RunContext) -> list[FollowerProcess]:
     if not names:
         return []
     late = f"The {plural(len(names), 'tracker')} did not finish within {PATIENCE:.0f} s, and will end later."
-    module = "unisono.trackers.follower"
-    return [FollowerProcess(context, module, lambda: [str(context.run_dir), timeline, track], PATIENCE, late)]
+    return [
+        FollowerProcess(
+            context,
+            "unisono.train.tracking.follower",
+            lambda: [str(context.run_dir), timeline, track],
+            PATIENCE,
+            late,
+            variables_of(track, context.run_dir),
+        )
+    ]
