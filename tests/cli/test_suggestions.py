@@ -316,8 +316,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, copy, bench, check, prove, audit, replay, report, watch, doctor, logs, fingerprint, "
-            "profile, export.",
+            "The commands are run, copy, bench, check, prove, audit, replay, report, watch, top, doctor, logs, "
+            "fingerprint, profile, export.",
             "unisono --help",
         ),
     ],

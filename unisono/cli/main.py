@@ -27,6 +27,7 @@ from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
 from unisono.cli.inspect.report import report
+from unisono.cli.inspect.top import top
 from unisono.cli.inspect.watch import watch
 from unisono.cli.logs.logs_command import logs
 from unisono.cli.request.request_checks import inspect_script
@@ -51,6 +52,7 @@ Examples:
   unisono logs runs/mine --errors       print the errors of all ranks
   unisono report runs/mine              write its report as a page
   unisono watch runs/mine               serve its report while it grows
+  unisono top runs/mine                 show its ranks in the terminal
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -114,6 +116,10 @@ REPORT = """\
   unisono report runs/mine --text        what slowed it down, with the evidence
   unisono report runs/mine --flops       with model FLOPs utilization
 """
+TOP = """\
+  unisono top runs/mine                  q ends it
+  unisono top runs/mine | cat            once
+"""
 WATCH = """\
   unisono watch runs/mine
   unisono watch runs                     a list of all runs
@@ -136,6 +142,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (replay, VERIFY, REPLAY),
     (report, INSPECT, REPORT),
     (watch, INSPECT, WATCH),
+    (top, INSPECT, TOP),
     (doctor, INSPECT, DOCTOR),
     (logs, INSPECT, LOGS),
     (fingerprint, INSPECT, FINGERPRINT),
