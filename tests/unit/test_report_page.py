@@ -168,6 +168,15 @@ def test_samples_of_a_long_run_are_merged(tmp_path: Path) -> None:
     assert mean == pytest.approx((5 * MOST - 1) / 2)
 
 
+def test_of_many_samples_some_are_read(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = opened(run_dir).hosts["node0"]
+    monkeypatch.setattr("unisono.report.run_files.HOST_BYTES", 32 << 10)
+    some = opened(run_dir).hosts["node0"]
+    assert "start" in some[0]
+    assert 20 < len(some) < len(everything) / 3
+    assert some[-1]["t"] == pytest.approx(everything[-1]["t"], abs=2.0)
+
+
 def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other" / "one", ranks=2, steps=300)
     found = comparison([opened(run_dir), opened(other)])
