@@ -365,6 +365,7 @@ class Chart {
     const to = Math.min(Math.max(index, 0), this.xs.length - 1), x = this.xs[to];
     const [low, high] = view.range || extent();
     if (x < low || x > high) setView([x - (high - low) / 2, x + (high - low) / 2]);
+    this.at = to; // now, because the next key may come before the next frame
     requestAnimationFrame(() => {
       this.point(x);
       this.say(to);
