@@ -107,7 +107,7 @@ class RunPage {
     const time = [
       Chart.of({ ...base, id: "phases", title: "Time of a step", unit: "seconds", stacked: true, note: "Mean of all ranks.",
         curves: phases.map((phase) => ({ name: phase, color: phaseColor(phase), values: run.phases[phase] })) }),
-      Chart.of({ ...base, id: "waits", title: "Waiting in a step", unit: "seconds", zero: true, note: "Mean of all ranks. A part of exchange is hidden behind backward; the rest is its own time.",
+      Chart.of({ ...base, id: "waits", title: "Waiting in a step", unit: "seconds", zero: true, note: "Mean of all ranks. Exchange that backward hides is not counted.",
         curves: [
           { name: "for peers", color: "--c0", values: run.wait },
           run.phases.data && { name: "for data", color: "--phase-data", values: run.phases.data },
