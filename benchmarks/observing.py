@@ -82,7 +82,7 @@ def main() -> None:
     }
 
     def table() -> str:
-        rows = [f"{name:8} {figures['ms'][name]:7.2f} ms  {figures['ratio'][name]}" for name in ARMS]
+        rows = [f"{name:8} {figures['ms'][name]:7.2f} ms  {figures['ratio'][name]:.3f}" for name in ARMS]
         return f"a step, and its ratio to off, median (quartiles) of {rounds} rounds of {steps} steps\n" + "\n".join(
             rows
         )
