@@ -26,7 +26,7 @@ HOST_BYTES = 4 << 20
 """Size of a host's samples from which on only evenly chosen ones are read: some 7000."""
 
 FRESH_SECONDS = 30.0
-"""A run without result.json whose timeline is older has ended without one."""
+"""A run without result.json has ended without one if its timelines, samples of hosts and settings are all older."""
 
 
 class Setting(NamedTuple):
@@ -149,6 +149,9 @@ class RunFiles:
         result = self.result
         if result and _modified(self.path / "result.json") >= newest - FRESH_SECONDS:
             return "stopped" if result.get("stopped") else "finished"
+        # A step may take minutes, and so may the time before the first one. Hosts are sampled meanwhile.
+        samples = (self.path / "timeline").glob("host-*.jsonl")
+        newest = max(newest, *map(_modified, (self.path / "settings.toml", *samples)))
         return "running" if time.time() - newest < FRESH_SECONDS else "ended without a result"
 
 
