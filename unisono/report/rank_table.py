@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from unisono.machine.sample_file import read_samples
 from unisono.phases import PHASES
+from unisono.report.host_series import Curve, HostSeries, numbers_of
 from unisono.report.run_files import RunFiles
 
 RECENT_SECONDS = 10.0
 """Speed and waiting are those of the steps that ended within this time before the newest one."""
 
-TAIL_BYTES = 16 << 10
+DEVICE = {"utilization": "utilization", "memory": "device memory", "celsius": "celsius"}
+"""What is shown of an accelerator, and the chart of the host's samples that has it."""
+
+Numbers = Mapping[Curve, float]
 
 
 class RankNow(NamedTuple):
@@ -38,13 +42,19 @@ class RankNow(NamedTuple):
     wait: float | None
     resident: float | None
     cores: float | None
-    device: Mapping[str, Any]
+    device: Mapping[str, float]
 
 
 def ranks_now(files: RunFiles) -> list[RankNow]:
     """Return the ranks of a run, which was read."""
-    newest = _newest_samples(files)
+    newest = {series.name: _newest(series) for series in files.host_series.values()}
     return [_row(files, rank, newest) for rank in files.ranks]
+
+
+def seconds_since_step(files: RunFiles) -> float | None:
+    """Return the seconds since the newest step of any rank ended, by this host's clock; None: there is no step yet."""
+    ends = [series.rows[-1].time for series in files.ranks.values() if series.rows]
+    return max(0.0, time.time() - max(ends)) if ends else None
 
 
 def samples_per_second(files: RunFiles) -> float | None:
@@ -58,12 +68,11 @@ def samples_per_second(files: RunFiles) -> float | None:
     return None
 
 
-def _row(files: RunFiles, rank: int, newest: Mapping[str, Mapping[str, Any]]) -> RankNow:
+def _row(files: RunFiles, rank: int, newest: Mapping[str, Numbers]) -> RankNow:
     series = files.ranks[rank]
     start: Mapping[str, Any] = next((event for event in reversed(series.events) if event.get("event") == "start"), {})
     host = str(start.get("host", ""))
     sample = newest.get(host, {})
-    process = (sample.get("processes") or {}).get(str(rank), {})
     recent = _recent(series.rows)
     spent = [sum(column) for column in zip(*(row.seconds for row in recent), strict=True)]
     total = sum(spent)
@@ -74,8 +83,8 @@ def _row(files: RunFiles, rank: int, newest: Mapping[str, Mapping[str, Any]]) ->
         PHASES[spent.index(max(spent))] if total else "",
         sum(row.steps for row in recent) / total if total else None,
         sum(row.wait for row in recent) / total if total else None,
-        process.get("resident"),
-        process.get("cpu"),
+        sample.get(("resident", f"rank {rank}")),
+        sample.get(("cores", f"rank {rank}")),
         _device_of(str(start.get("device", "")), sample),
     )
 
@@ -85,24 +94,16 @@ def _recent(rows: list[Any]) -> list[Any]:
     return [row for row in rows[-400:] if row.time >= rows[-1].time - RECENT_SECONDS]
 
 
-def _newest_samples(files: RunFiles) -> dict[str, Mapping[str, Any]]:
-    """Return the newest sample of each host."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for path in (files.path / "timeline").glob("host-*.jsonl"):
-        try:
-            samples = [line for line in read_samples(path, last_bytes=TAIL_BYTES) if "start" not in line]
-        except OSError:
-            continue
-        samples = [sample for sample in samples if "end" not in sample]
-        if samples:
-            found[path.stem.removeprefix("host-")] = samples[-1]
-    return found
+def _newest(series: HostSeries) -> Numbers:
+    """Return the numbers of a host's newest sample. The last line of a run that has ended has none."""
+    numbers = dict(numbers_of(series.latest, series.facts))
+    return numbers or next((row.numbers for row in reversed(series.rows) if row.numbers), {})
 
 
-def _device_of(device: str, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+def _device_of(device: str, sample: Numbers) -> Mapping[str, float]:
     """Return what is known of an accelerator like cuda:1."""
     kind, _, index = device.partition(":")
-    devices = sample.get("devices") or ()
     if kind in ("", "cpu"):
         return {}
-    return next((each for each in devices if str(each.get("index")) == (index or "0")), {})
+    found = {name: sample.get((chart, f"device {index or 0}")) for name, chart in DEVICE.items()}
+    return {name: value for name, value in found.items() if value is not None}

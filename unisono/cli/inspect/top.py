@@ -6,8 +6,8 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
 SECONDS = 1.0
 UNKNOWN = "–"
+END_OF_INPUT = "\x04"
+ENDING_KEYS = ("q", "Q", "\x03", END_OF_INPUT)
 
 
 def top(run: Path, /) -> int:
     """Show the ranks of a run as rows, once a second: step, speed, waiting, memory, device.
 
-    It reads only files of the run. q or Ctrl-C ends it, and so does the end of the run. Into a file or a pipe it prints
-    the rows once.
+    It reads only files of the run. q or Ctrl-C ends it, and so does the end of the run. A run that a crash ended stays
+    on the screen: it may be resumed. Into a file or a pipe it prints the rows once.
 
     Parameters
     ----------
@@ -42,25 +44,39 @@ def top(run: Path, /) -> int:
     if not console.is_terminal:
         console.print(view(files, console.width))
         return 0
-    with single_keys() as wait, Live(view(files, console.width), console=console, auto_refresh=False) as live:
-        try:
-            while files.state == "running" and wait(SECONDS) not in ("q", "\x03", "\x04"):
-                files.read()
-                live.update(view(files, console.width), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    with suppress(KeyboardInterrupt):
+        _show(files, console)
     return 0
+
+
+def _show(files: RunFiles, console: Console) -> None:
+    """Show the rows until a key ends it, or the run has a result."""
+    with single_keys() as wait, Live(view(files, console.width), console=console, auto_refresh=False) as live:
+        live.refresh()
+        while files.state not in ("finished", "stopped") and wait(SECONDS) not in ENDING_KEYS:
+            files.read()
+            live.update(view(files, console.width), refresh=True)
 
 
 def view(files: RunFiles, width: int) -> Group:
     """Return the first line and the rows. In a narrow terminal the less important columns are left out."""
-    from unisono.report.rank_table import ranks_now, samples_per_second  # here, because it loads numpy
+    from unisono.report.rank_table import (  # here, because it loads numpy
+        RECENT_SECONDS,
+        ranks_now,
+        samples_per_second,
+        seconds_since_step,
+    )
 
     ranks, speed = ranks_now(files), samples_per_second(files)
     total = files.settings.get("steps")
     done = max((row.step for row in ranks if row.step is not None), default=-1) + 1
     of = f" of {total.value}" if total is not None and total.value.isdecimal() else ""
-    head = f"{files.name}: {files.state}, step {done}{of}" + (f", {speed:,.4g} samples/s" if speed else "")
+    state, age = files.state, seconds_since_step(files)
+    head = f"{files.name}: {state}, step {done}{of}"
+    if state == "running" and age is not None and age > RECENT_SECONDS:
+        head += f", {age:.0f} s ago"
+    elif speed:
+        head += f", {speed:,.4g} samples/s"
     columns = {
         "rank": [str(row.rank) for row in ranks],
         "step": [UNKNOWN if row.step is None else str(row.step + 1) for row in ranks],
@@ -90,13 +106,11 @@ def _number(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3g}"
 
 
-def _device(device: object) -> str:
-    if not isinstance(device, dict) or not device:
-        return UNKNOWN
+def _device(device: Mapping[str, float]) -> str:
     parts = [f"{device['utilization']:.0%}"] if "utilization" in device else []
     parts += [size(device["memory"])] if "memory" in device else []
     parts += [f"{device['celsius']:.0f} °C"] if "celsius" in device else []
-    return " ".join(parts)
+    return " ".join(parts) or UNKNOWN
 
 
 def no_key(seconds: float) -> str:
@@ -119,7 +133,12 @@ def single_keys() -> Iterator[Callable[[float], str]]:
 
     def wait(seconds: float) -> str:
         ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode(errors="replace") if ready else ""
+        if not ready:
+            return ""
+        try:
+            return os.read(descriptor, 1).decode(errors="replace") or END_OF_INPUT
+        except OSError:  # the terminal is gone
+            return END_OF_INPUT
 
     try:
         tty.setcbreak(descriptor)
