@@ -11,7 +11,7 @@ import torch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.exchange.base import Exchange, Spans, Weights
 from unisono.exchange.buckets import finite
-from unisono.exchange.gradient_accumulation import GradientMemory, storage_of
+from unisono.exchange.gradient_accumulation import GradientMemory, may_share_storage
 
 
 class SingleProcess(Exchange):
@@ -45,8 +45,7 @@ class SingleProcess(Exchange):
         if not self._is_first:
             return
         self._is_first = False
-        storages = [storage_of(p.grad) for p in self.params if p.grad is not None]
-        if len(set(storages)) < len(storages):
+        if may_share_storage([p.grad for p in self.params if p.grad is not None]):
             memory = GradientMemory()
             for number, p in enumerate(self.params):
                 if p.grad is not None:
