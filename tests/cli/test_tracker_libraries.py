@@ -7,12 +7,10 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -24,6 +22,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.cli.command import ROOT
+from tests.cli.mlflow_server import mlflow_server, needs_server
 from tests.cli.wandb_server import wandb_server
 from unisono.environment import inherited
 from unisono.trackers.registry import variables_of
@@ -31,6 +30,8 @@ from unisono.train.recording.png import encode_png
 
 STEPS, EVERY = 300, 30
 """Steps of a timeline, and steps between two that have media."""
+
+KILLS = 10
 
 MEDIA = dict.fromkeys(range(0, STEPS, EVERY), ("picture", "words", "weights"))
 
@@ -129,15 +130,15 @@ def kill_tree(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def kill_often(folder: Folder, track: str, longest: float, *, kills: int = 10, **variables: str) -> None:
-    """Start a follower and kill it at a random time up to `longest` seconds after its start, several times.
+def kill_often(folder: Folder, track: str, longest: float, **variables: str) -> None:
+    """Start a follower and kill it at a random time up to `longest` seconds after its start, ten times.
 
     The timeline grows from start to start, as that of a run which is resumed.
     """
     rng = random.Random(track)
     lines = folder.timeline.read_text().splitlines(keepends=True)
-    for number in range(kills):
-        folder.timeline.write_text("".join(lines[: len(lines) * (number + 1) // (kills + 1)]))
+    for number in range(KILLS):
+        folder.timeline.write_text("".join(lines[: len(lines) * (number + 1) // (KILLS + 1)]))
         follower = folder.follow(track, **variables)
         time.sleep(rng.uniform(0.2, longest))
         if rng.random() < 0.7:
@@ -272,52 +273,18 @@ def check_mlflow(folder: Folder, uri: str) -> None:
 
 
 @pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    """Run a real server with a database in a folder of the test. Yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    database, artifacts = f"sqlite:///{tmp_path}/server.db", str(tmp_path / "artifacts")
-    words = ["--port", str(port), "--backend-store-uri", database, "--artifacts-destination", artifacts]
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    log = (tmp_path / "server.log").open("w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--workers", "1", *words],
-        env=inherited({**quiet, "HOME": str(tmp_path)}),
-        cwd=tmp_path,
-        stdout=log,
-        stderr=log,
-    )
-    try:
-        until = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None, (tmp_path / "server.log").read_text()
-                assert time.monotonic() < until, "the server does not answer"
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        for each in [*psutil.Process(server.pid).children(recursive=True), psutil.Process(server.pid)]:
-            each.kill()
-        server.wait()
-        log.close()
-
-
-needs_server = pytest.mark.skipif(
-    not all(map(find_spec, ("mlflow", "sqlalchemy", "alembic", "graphene", "flask"))),
-    reason="a server needs: pip install mlflow-skinny sqlalchemy alembic graphene flask flask-cors",
-)
+def server(tmp_path: Path) -> Iterator[str]:
+    """Run a real server of MLflow. Yield its address."""
+    with mlflow_server(tmp_path / "server") as address:
+        yield address
 
 
 @needs_server
 @pytest.mark.slow
-def test_mlflow_has_every_step_once_after_kills(folder: Folder, mlflow_server: str) -> None:
-    kill_often(folder, "mlflow", 12.0, kills=6, MLFLOW_TRACKING_URI=mlflow_server)
-    assert folder.finish("mlflow", MLFLOW_TRACKING_URI=mlflow_server) == ""
-    check_mlflow(folder, mlflow_server)
+def test_mlflow_has_every_step_once_after_kills(folder: Folder, server: str) -> None:
+    kill_often(folder, "mlflow", 12.0, MLFLOW_TRACKING_URI=server)
+    assert folder.finish("mlflow", MLFLOW_TRACKING_URI=server) == ""
+    check_mlflow(folder, server)
     assert list(folder.home.rglob("*")) == []
     assert not (folder.run_dir / "mlflow").exists()
 

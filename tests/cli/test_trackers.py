@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import ROOT, Command
+from tests.cli.mlflow_server import mlflow_server, needs_server
 from tests.cli.test_deaths import DYING
 from tests.cli.test_training import SCRIPT, kill_process_tree, result
+from unisono.environment import inherited
 from unisono.monitor.timeline import read
 
 OWN = """
@@ -62,26 +64,55 @@ def steps_of(command: Command, run_dir: str) -> list[int]:
     return [int(row.split(",")[0]) for row in rows if row.split(",")[2] == "loss"]
 
 
-@pytest.mark.slow
-def test_every_step_is_there_once_after_kills_and_resumes(command: Command) -> None:
+def kill_often(command: Command, track: str, pause: float, longest: float) -> None:
+    """Start the script MEDIA, and kill all its processes up to `longest` seconds after a step, ten times.
+
+    Then resume it once more, to its end.
+    """
     command.script(MEDIA)
-    rng = random.Random(5)
-    track = ",".join(("csv", "tensorboard", *(name for name in ("wandb", "trackio") if find_spec(name))))
-    words = ["run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", f"track={track}", "--set", "pause=0.05"]
-    for number in range(6):
-        launcher = command.start(*words, *(["--resume"] if number else []))
-        if number == 5:
-            break
-        timeline = command.folder / "out" / "timeline" / "rank-0.jsonl"
+    rng = random.Random(track)
+    words = ["run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", f"track={track}", "--set"]
+    timeline = command.folder / "out" / "timeline" / "rank-0.jsonl"
+    for number in range(10):
+        launcher = command.start(*words, f"pause={pause}", *(["--resume"] if number else []))
         before = timeline.stat().st_size if timeline.exists() else 0
         while not timeline.exists() or timeline.stat().st_size <= before:
             assert launcher.poll() is None, launcher.communicate()
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 1.5))
+        time.sleep(rng.uniform(0, longest))
         kill_process_tree(launcher)
         launcher.communicate()
-    ended = command.end(launcher)
+    ended = command.run(*words, f"pause={pause}", "--resume", times=10)
     assert ended.status == 0, ended.err
+
+
+@pytest.mark.slow
+@needs_server
+def test_mlflow_has_every_step_once_after_kills_and_resumes(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with mlflow_server(tmp_path / "server") as address:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        kill_often(command, "mlflow", 0.8, 12.0)
+        code = """
+import json
+from mlflow import MlflowClient
+client = MlflowClient()
+(run,) = client.search_runs([client.get_experiment_by_name("unisono").experiment_id])
+steps = [metric.step for metric in client.get_metric_history(run.info.run_id, "loss")]
+print(json.dumps([run.info.status, steps]))
+"""
+        variables = inherited({"MLFLOW_DISABLE_TELEMETRY": "true"})
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
+    status, steps = json.loads(done.stdout.splitlines()[-1])
+    assert status == "FINISHED"
+    assert sorted(steps) == list(range(24))
+
+
+@pytest.mark.slow
+def test_every_step_is_there_once_after_kills_and_resumes(command: Command) -> None:
+    track = ",".join(("csv", "tensorboard", *(name for name in ("wandb", "trackio") if find_spec(name))))
+    kill_often(command, track, 0.1, 1.5)
     assert steps_of(command, "out") == list(range(24))
     found = tensorboard_steps(command.folder / "out")
     often = list(range(1, 24, 4))
