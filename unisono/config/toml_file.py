@@ -24,7 +24,7 @@ def read_values(file: Path, line: CommandLine = CommandLine()) -> dict[str, Any]
     Raises:
         SettingsError: if the file cannot be read, or is not TOML.
     """
-    return dict(_flat(_parsed(file, line)))
+    return dict(flat_items(_parsed(file, line)))
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -75,10 +75,10 @@ def _alternative(file: Path, line: CommandLine) -> str:
     return f"{line.without('--settings')} (without a file), or with the path of a readable one."
 
 
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of everything in nested tables."""
+def flat_items(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of everything in nested tables of TOML."""
     for name, value in content.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_items(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value

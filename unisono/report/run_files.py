@@ -7,11 +7,12 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.config.toml_file import flat_items
 from unisono.errors import Problem, SettingsError
 from unisono.report.host_series import HostSeries
 from unisono.report.rank_series import RankSeries
@@ -93,7 +94,7 @@ class RunFiles:
         """The settings by name, each with its source."""
         try:
             text = (self.path / "settings.toml").read_text(encoding="utf-8")
-            values = dict(_flat(tomllib.loads(text)))
+            values = dict(flat_items(tomllib.loads(text)))
         except (OSError, ValueError):
             return {}
         sources = {}
@@ -203,14 +204,6 @@ def _object(text: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value
 
 
 def _shown(value: Any) -> str:

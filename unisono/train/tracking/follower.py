@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unisono.config.toml_file import flat_items
 from unisono.monitor.timeline import decode
 from unisono.trackers.growing_file import GrowingFile, input_ended
 from unisono.trackers.registry import build_tracker, names_of
@@ -228,15 +229,7 @@ def describe_run(run_dir: Path, run_id: str) -> TrackedRun:
     """Return what trackers need to know of a run."""
     settings = tomllib.loads(_text(run_dir / "settings.toml"))
     environment = json.loads(_text(run_dir / "environment.json") or "{}")
-    return TrackedRun(run_dir, run_dir.name, run_id, dict(_flat(settings)), environment)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value
+    return TrackedRun(run_dir, run_dir.name, run_id, dict(flat_items(settings)), environment)
 
 
 def _text(path: Path) -> str:
