@@ -77,14 +77,17 @@ CASES = {
         "loader.workers={}",
     ),
     "slow-rank": Case(
-        "straggler", 2, "plant=slow-rank cost=1 width=768 depth=4 batch=16 virtual_ranks=8 steps=300", "plant=nothing"
+        "straggler", 2, "plant=slow-rank cost=20 width=768 depth=4 batch=16 virtual_ranks=8 steps=300", "plant=nothing"
     ),
     "uneven-batch": Case("uneven", 2, "plant=per-sample cost=6 depth=2 batch=3 steps=500", "batch={}"),
     "uneven-virtual-ranks": Case(
         "uneven", 2, "plant=per-sample cost=2 depth=2 batch=12 virtual_ranks=3 steps=300", "virtual_ranks={}"
     ),
+    "micro-batches": Case(
+        "micro-batches", 1, "width=64 depth=16 batch=48 virtual_ranks=16 length=112 steps=800", "virtual_ranks={}"
+    ),
     "bubbles": Case(
-        "bubbles", 2, "plant=per-sample cost=3 depth=4 batch=8 parallel.pipeline=2 steps=150", "micro_batch={}"
+        "bubbles", 2, "plant=per-sample cost=8 depth=4 batch=8 parallel.pipeline=2 steps=80", "micro_batch={}"
     ),
     "exchange": Case("exchange", 2, "width=512 depth=4 batch=8 steps=60", "compress.kind=bf16", link=200e6),
     "gathers": Case(
@@ -154,7 +157,7 @@ def taken(case: Case, settings: dict[str, str], finding: Finding) -> dict[str, s
             if not value:
                 raise SystemExit(f"The advice does not set {name}: {finding.advice}")
         if value == "FACTOR":
-            factor = int("".join(filter(str.isdigit, finding.advice.split("th as often")[0])))
+            factor = int(finding.advice.removeprefix("evaluate ").split()[0])
             value = str(factor * int(settings["every"]))
         changed[name] = value
     return changed

@@ -13,6 +13,8 @@ from torch.utils.data import Dataset
 
 import unisono
 
+TILE, PRODUCT = torch.ones(96, 96), torch.empty(96, 96)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
@@ -24,6 +26,7 @@ class Settings(unisono.Settings):
         depth: number of its layers.
         cost: how much of it: milliseconds, or a number of things.
         every: steps between two of them.
+        length: samples in an epoch.
     """
 
     steps: int | None = 100
@@ -34,6 +37,7 @@ class Settings(unisono.Settings):
     depth: int = 4
     cost: float = 5.0
     every: int = 1
+    length: int = 4096
 
 
 class Samples(Dataset[Any]):
@@ -41,9 +45,10 @@ class Samples(Dataset[Any]):
 
     def __init__(self, settings: Settings) -> None:
         self.plant, self.seconds, self.width = settings.plant, settings.cost / 1000, settings.width
+        self.length = settings.length
 
     def __len__(self) -> int:
-        return 4096
+        return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.plant == "decoding":
@@ -56,25 +61,31 @@ class Samples(Dataset[Any]):
 
 
 class Block(nn.Module):
-    """A layer whose computation takes a fixed processor time for each sample, if that is planted."""
+    """A layer that takes a fixed processor time for each sample, or is computed several times, if that is planted."""
 
     def __init__(self, settings: Settings, rank: int) -> None:
         super().__init__()
         self.layer = nn.Linear(settings.width, settings.width)
-        slow = settings.plant == "per-sample" or (settings.plant == "slow-rank" and rank == 1)
-        self.seconds = settings.cost / 1000 if slow else 0.0
+        self.seconds = settings.cost / 1000 if settings.plant == "per-sample" else 0.0
+        self.again = int(settings.cost) if settings.plant == "slow-rank" and rank == 1 else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.seconds:
             burn(self.seconds * len(x))
+        with torch.no_grad():
+            for _ in range(self.again):
+                self.layer(x)
         return torch.relu(self.layer(x)) + x
 
 
 def burn(seconds: float) -> None:
-    """Use a processor for some seconds of its running time, whatever else it runs."""
+    """Use a processor for some seconds of its running time, whatever else it runs.
+
+    torch's operators release the interpreter lock, as in any model, so that other threads can pass messages on.
+    """
     end = time.thread_time() + seconds
     while time.thread_time() < end:
-        pass
+        torch.mm(TILE, TILE, out=PRODUCT)
 
 
 def main(run: unisono.Run[Settings]) -> None:

@@ -185,6 +185,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "nvmlDeviceGetClockInfo": lambda _, clock: {1: 1980}[clock],
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _: state.throttled,
         "nvmlDeviceGetTotalEnergyConsumption": energy,
+        "nvmlDeviceGetMaxPcieLinkGeneration": lambda _: 5,
+        "nvmlDeviceGetMaxPcieLinkWidth": lambda _: 16,
+        "nvmlDeviceGetPcieThroughput": lambda _, counter: {0: 2_000, 1: 900_000}[counter],
     }
 
     def checked(name: str) -> Any:
@@ -204,9 +207,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_usage_of_a_device(driver: SimpleNamespace) -> None:
     device = NvmlDevice("GPU-1")
-    facts = {"index": 1, "uuid": "GPU-1", "name": "H100", "memory": 80 * 2**30, "watts": 700.0}
+    facts = {"index": 1, "uuid": "GPU-1", "name": "H100", "memory": 80 * 2**30, "watts": 700.0, "link": 63.008e9}
     assert device.facts() == facts
     usage = {"index": 1, "memory": 3 * 2**30, "celsius": 71, "mhz": 1980, "utilization": 0.87, "watts": 412.5}
+    usage |= {"from_host": 900_000_000, "to_host": 2_000_000}
     assert device.sample() == usage  # idle is no reason to worry
     driver.throttled = 0x20 | 0x40 | 0x4
     assert device.sample() == {**usage, "throttled": ["power", "thermal"]}

@@ -35,6 +35,7 @@ class Planted(NamedTuple):
         every: Steps between two evaluations or checkpoints, whose seconds are in `rare`.
         device: Of each rank.
         result: The content of result.json.
+        short: Phases that differ in the last step of an epoch, which has 16 samples; an epoch has three steps.
     """
 
     phases: Sequence[Mapping[str, float]] = (HEALTHY, HEALTHY)
@@ -47,6 +48,7 @@ class Planted(NamedTuple):
     rare: Mapping[str, float] = {}
     device: str = "cpu"
     result: Mapping[str, Any] = {}
+    short: Mapping[str, float] = {}
 
 
 def write(folder: Path, run: Planted) -> RunFiles:
@@ -54,12 +56,15 @@ def write(folder: Path, run: Planted) -> RunFiles:
     for rank, phases in enumerate(run.phases):
         line = Timeline(folder / "timeline" / f"rank-{rank}.jsonl")
         host = {"host": "a", "pid": 1, "device": run.device, "ranks": len(run.phases), "threads": 1}
+        host |= {"samples_per_epoch": 2 * 64 + 16} if run.short else {}
         line.event({"event": "start", "step": 0, **host})
         line.event({"event": "assignment", "step": 0, "virtual_ranks": list(run.spans[rank])})
         for step in range(400):
             spent = dict(phases)
             if run.every and step % run.every == 0:
                 spent |= run.rare
+            if step % 3 == 2:
+                spent |= run.short
             wait, gc = run.partial[rank].get("wait", 0.0), run.partial[rank].get("gc", 0.0)
             cpu = run.partial[rank].get("cpu", sum(spent.values()) - wait)
             line.step(step, spent, 1.0, wait=wait, cpu=cpu, gc=gc, more={"samples": 64})
@@ -140,11 +145,25 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
             spans=((0, 1), (1, 2)),
         ),
     ),
+    "micro-batches": (
+        "micro-batches",
+        "virtual_ranks=2",
+        0.61,  # the 4 micro-batches of a rank take 80 of 97 ms whatever their size; one would take 20
+        Planted([changed(forward=0.03, backward=0.06)] * 2, short={"forward": 0.03, "backward": 0.0525}),
+    ),
     "bubbles": (
         "bubbles",
         "micro_batch=16",
         0.15,
-        Planted(settings={"parallel.pipeline": 2, "virtual_ranks": 2}, spans=((0, 2), (0, 2))),
+        Planted(
+            [
+                changed(forward=0.02, backward=0.04, exchange=0.035),
+                changed(forward=0.02, backward=0.04, other=0.031),
+            ],
+            [{"wait": 0.03}] * 2,
+            {"parallel.pipeline": 2, "virtual_ranks": 2},
+            spans=((0, 2), (0, 2)),
+        ),
     ),
     "exchange": (
         "exchange",
@@ -169,7 +188,7 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
         0.43,
         Planted(settings={"checkpoint.every": 10}, every=10, rare={"checkpoint": 0.85}),
     ),
-    "evaluations": ("evaluations", "th as often", 0.43, Planted(every=10, rare={"evaluate": 0.85})),
+    "evaluations": ("evaluations", "times less often", 0.43, Planted(every=10, rare={"evaluate": 0.85})),
     "garbage": ("garbage", "gc.freeze()", 0.2, Planted(both(other=0.03), [{"gc": 0.025}] * 2)),
     "script": (
         "script",
@@ -211,6 +230,16 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
     ),
     "heat": ("heat", "cooling", 0.3, Planted(sample={"cores": {"throttled": 0.3}})),
     "device heat": ("heat", "cooling", None, Planted(sample={"devices": [{"index": 0, "throttled": ["thermal"]}]})),
+    "copies": (
+        "copies",
+        "keep tensors on the device",
+        None,
+        Planted(
+            device="cuda:0",
+            facts={"devices": [{"index": 0, "link": 31.5e9}]},
+            sample={"devices": [{"index": 0, "utilization": 0.35, "from_host": 9e9, "to_host": 3e9}]},
+        ),
+    ),
     "launches": (
         "launches",
         "parallel.cuda_graphs=true",
@@ -243,6 +272,12 @@ HEALTHY_RUNS = {
     ),
     "a busy accelerator": Planted(device="cuda:0", sample={"devices": [{"index": 0, "utilization": 0.97}]}),
     "an accelerator at its power limit": Planted(sample={"devices": [{"index": 0, "throttled": ["power"]}]}),
+    "small micro-batches that take little time": Planted(short={"forward": 0.009, "backward": 0.018}),
+    "an accelerator with few copies": Planted(
+        device="cuda:0",
+        facts={"devices": [{"index": 0, "link": 31.5e9}]},
+        sample={"devices": [{"index": 0, "utilization": 0.9, "from_host": 12e9, "to_host": 1e6}]},
+    ),
     "other programs that leave cores": Planted(sample={"cpu": 0.8}),
 }
 

@@ -1,7 +1,8 @@
 """Sample accelerators of NVIDIA through NVML: https://docs.nvidia.com/deploy/nvml-api/.
 
-The package nvidia-ml-py (`pip install 'unisono[nvml]'`) calls the driver's library. A read takes some 0.1 ms, and
-releases the interpreter lock. The figures are those of the device, with all processes that use it.
+The package nvidia-ml-py (`pip install 'unisono[nvml]'`) calls the driver's library. A read takes some 0.1 ms, that of
+the bytes on a link 20 ms, and releases the interpreter lock. The figures are those of the device, with all processes
+that use it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ THROTTLING = {
     0x80: "power brake",
 }
 """Reasons for a lower clock, by their bits (nvmlClocksEventReasons). Others, such as an idle device, are no fault."""
+
+LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Bytes a second in each direction of a lane of PCI Express, by its generation."""
 
 
 class NvmlDevice:
@@ -54,7 +58,16 @@ class NvmlDevice:
             "name": name.decode() if isinstance(name, bytes) else name,
             "memory": memory and memory.total,
             "watts": limit and limit / 1000,
+            "link": self._link(),
         }
+
+    def _link(self) -> float | None:
+        """Return the bytes that the link to the host carries in a second, in each direction."""
+        generation, lanes = (
+            self._value("nvmlDeviceGetMaxPcieLinkGeneration"),
+            self._value("nvmlDeviceGetMaxPcieLinkWidth"),
+        )
+        return LANE[generation] * lanes if generation in LANE and lanes else None
 
     def sample(self) -> dict[str, Any]:
         """Return the usage now: see sample_file.py."""
@@ -69,11 +82,17 @@ class NvmlDevice:
                 "mhz": clock,
             }
         )
+        numbers |= without_none({name: kilo and kilo * 1000 for name, kilo in self._kilobytes().items()})
         numbers |= without_none({"utilization": used and used.gpu / 100, "watts": power and power / 1000}, 2)
         found: dict[str, Any] = {"index": self.index, **numbers}
         if throttled := sorted({name for bit, name in THROTTLING.items() if (reasons or 0) & bit}):
             found["throttled"] = throttled
         return found
+
+    def _kilobytes(self) -> dict[str, int | None]:
+        """Return the bytes a second / 1000 on the link to the host, from the device's view received and sent."""
+        counters = {"from_host": 1, "to_host": 0}  # NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES
+        return {name: self._value("nvmlDeviceGetPcieThroughput", counter) for name, counter in counters.items()}
 
     def joules(self) -> float | None:
         """Return the energy since the driver was loaded; None: the device has no counter."""

@@ -17,7 +17,7 @@ sizes are bytes.
                memory     total, swap
                cgroup     limits of the control group: cpus (cores), memory
                run_disk   the device of the run directory
-               devices    accelerators: index, uuid, name, memory, watts (limit)
+               devices    accelerators: index, uuid, name, memory, watts (limit), link (bytes a second to the host)
                not_measured  counters of energy that cannot be read, and why
     t          seconds since 1970
     cpu        share of the time in which the host's cores were busy
@@ -42,6 +42,7 @@ sizes are bytes.
                allowed    the cores that it may use, such as 0-3,8, if not all
                workers    its children together: count, cpu, resident
     devices    for each accelerator: index, utilization (share of the time), memory, watts, celsius, mhz,
+               from_host, to_host (bytes a second),
                throttled  reasons for a lower clock: power, power brake, slowdown, thermal
     energy     for each counter: joules since the run began, watts, counter (its reading in joules)
 

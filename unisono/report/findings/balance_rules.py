@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
+from typing import NamedTuple
 
+import numpy as np
+
+from unisono.phases import PHASES
+from unisono.plan.batch_order import BatchOrder
 from unisono.report.findings.evidence import Evidence, Finding, RankTime, duration, percent
 
 SLOWER = 1.2
 """A rank is slow if a sample takes it this many times the median of the others."""
+
+FIXED = 0.25
+"""Smallest share of the time that fewer virtual ranks save: they also limit the number of processes."""
+
+LEAST_LINES = 5
+"""Steps of a smaller batch that are needed to separate the time of a micro-batch from that of its samples."""
 
 
 def straggler(run: Evidence) -> Finding | None:
@@ -44,8 +56,7 @@ def uneven(run: Evidence) -> Finding | None:
     """Find processes that have different amounts of work, because the batch or the virtual ranks do not divide."""
     batch, virtual = int(run.number("batch")), int(run.number("virtual_ranks"))
     spans = run.spans
-    parallel = (run.number(f"parallel.{axis}", 1) for axis in ("shard", "tensor", "pipeline", "context"))
-    if len(spans) < 2 or not batch or not virtual or any(axis > 1 for axis in parallel):
+    if len(spans) < 2 or not batch or not virtual or not _is_data_parallel(run):
         return None
     loads = {rank: run.load(span) for rank, span in spans.items()}
     if sum(loads.values()) != batch or max(run.of_sample.values()) > SLOWER * min(run.of_sample.values()):
@@ -67,6 +78,87 @@ def uneven(run: Evidence) -> Finding | None:
     return Finding("uneven", fact, evidence, advice, gain, changes_result=True) if run.worth(gain) else None
 
 
+def _is_data_parallel(run: Evidence) -> bool:
+    return all(run.number(f"parallel.{axis}", 1) == 1 for axis in ("shard", "tensor", "pipeline", "context"))
+
+
+class Work(NamedTuple):
+    """What a rank computes in a step."""
+
+    micro_batches: int
+    samples: int
+
+
+def _work(order: BatchOrder, step: int, span: tuple[int, int]) -> Work:
+    sizes = [stop - start for virtual_rank in range(*span) for start, stop in order.micro_bounds(step, virtual_rank)]
+    return Work(len(sizes), sum(sizes))
+
+
+def _seconds_of_a_micro_batch(run: Evidence, rank: int, order: BatchOrder) -> float | None:
+    """Return the seconds that a micro-batch takes whatever its size.
+
+    The last batch of an epoch is smaller, and is divided into as many micro-batches. So its time shows what a sample
+    takes, and the rest is what a micro-batch takes. None: no batch is smaller, or too few are.
+    """
+    last = order.steps_per_epoch - 1
+    whole, short = _work(order, 0, run.spans[rank]), _work(order, last, run.spans[rank])
+    determinant = whole.micro_batches * short.samples - short.micro_batches * whole.samples
+    if abs(determinant) < 0.2 * whole.micro_batches * whole.samples:
+        return None  # both batches have micro-batches of nearly the same size
+    without_end, with_end = [], []
+    for first, steps, seconds in _computing(run, rank):
+        ends = order.epoch(first + steps) - order.epoch(first)
+        if ends == 0:
+            without_end.append(seconds / steps)
+        elif ends == 1:
+            with_end.append((seconds, steps - 1))
+    if min(len(without_end), len(with_end)) < LEAST_LINES:
+        return None
+    in_whole = median(without_end)
+    in_short = median(seconds - others * in_whole for seconds, others in with_end)
+    return (in_whole * short.samples - in_short * whole.samples) / determinant
+
+
+def _computing(run: Evidence, rank: int) -> Iterator[tuple[int, int, float]]:
+    """Yield (first step, number of steps, seconds of forward and backward) of each line of a rank but the first."""
+    columns = run.columns[rank]
+    seconds = columns.seconds[:, [PHASES.index("forward"), PHASES.index("backward")]].sum(1)
+    waited = np.maximum(columns.wait - columns.seconds[:, PHASES.index("exchange")], 0.0)
+    for row in range(run.warm_up(rank), len(seconds)):
+        yield int(columns.first[row]), int(columns.steps[row]), float(seconds[row] - waited[row])
+
+
+def micro_batches(run: Evidence) -> Finding | None:
+    """Find micro-batches that are so small that their number, and not their samples, takes the time."""
+    batch, virtual = int(run.number("batch")), int(run.number("virtual_ranks"))
+    length, ranks = run.samples_per_epoch, len(run.spans)
+    if not ranks or not batch or not length or not run.on_cpu or not _is_data_parallel(run):
+        return None
+    largest = int(run.number("micro_batch")) or None
+    order = BatchOrder(length=length, batch=batch, virtual_ranks=virtual, micro_batch=largest)
+    rank = max(run.spans, key=lambda each: _own_compute(run.ranks[each]))
+    takes = _seconds_of_a_micro_batch(run, rank, order)
+    if takes is None or takes <= 0:
+        return None
+    now = _work(order, 0, run.spans[rank])
+    fewer = [n for n in range(virtual - 1, 0, -1) if n % ranks == 0]
+    fewer = [n for n in fewer if largest is None or batch <= n * largest] or fewer[:1]
+    enough = [n for n in fewer if takes * n / ranks < 0.1 * run.step]
+    if not fewer:
+        return None
+    wanted = (enough or fewer[-1:])[0]
+    gain = takes * (now.micro_batches - wanted / ranks) / run.step
+    evidence = [
+        f"A micro-batch takes {duration(takes)} whatever its size, as the last batch of an epoch shows.",
+        f"Rank {rank} computes {now.micro_batches} of them for {now.samples} samples in a step of "
+        f"{duration(run.step)}.",
+    ]
+    fact = f"Micro-batches are small: their number takes {percent(takes * now.micro_batches / run.step)} of the time."
+    advice = f"in a new run, --set virtual_ranks={wanted}"
+    found = Finding("micro-batches", fact, evidence, advice, gain, changes_result=True)
+    return found if gain >= FIXED and run.worth(gain) else None
+
+
 def bubbles(run: Evidence) -> Finding | None:
     """Find a pipeline whose stages wait: of m micro-batches on p stages, p - 1 are not overlapped (GPipe, 2019)."""
     stages = int(run.number("parallel.pipeline", 1))
@@ -79,12 +171,16 @@ def bubbles(run: Evidence) -> Finding | None:
     micro = max(1.0, virtual * pieces / lines)
     smaller = max(1, int(size / pieces) // 2)
     more = max(1.0, virtual * -(-size // smaller) / lines)
-    compute = run.loop - run.middle("update") - run.middle("data")
-    gain = (1 - ((more + stages - 1) / more) / ((micro + stages - 1) / micro)) * compute / run.step
+    busy = max(
+        each.compute - max(0.0, each.wait - each.phases["exchange"] - each.phases["other"])
+        for each in run.ranks.values()
+    )
+    gain = busy * ((micro + stages - 1) / micro - (more + stages - 1) / more) / run.step
     idle = (stages - 1) / (micro + stages - 1)
     evidence = [
         f"{micro:g} micro-batches run through {stages} stages in a step: stages are idle in {percent(idle)} of it."
     ]
     fact = "The stages of the pipeline wait for each other."
     advice = f"--set micro_batch={smaller}"
-    return Finding("bubbles", fact, evidence, advice, gain) if more > micro and run.worth(gain) else None
+    found = Finding("bubbles", fact, evidence, advice, gain, changes_result=True)
+    return found if more > micro and run.worth(gain) else None

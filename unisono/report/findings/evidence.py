@@ -133,7 +133,7 @@ class Evidence:
         found = {}
         passes = [PHASES.index("forward"), PHASES.index("backward")]
         for rank in self.ranks:
-            columns, skipped = self.columns[rank], _warm_up(self.columns[rank])
+            columns, skipped = self.columns[rank], self.warm_up(rank)
             assigned = [(step, self.load(span)) for step, span in self._assigned(rank)] or [(0, 1)]
             place = np.searchsorted([step for step, _ in assigned], columns.last, side="right").clip(1) - 1
             work = np.array([load for _, load in assigned])[place] * columns.steps
@@ -169,6 +169,15 @@ class Evidence:
             facts = [line["start"] for line in lines if isinstance(line.get("start"), dict)]
             found[host] = (facts[-1] if facts else {}, [line for line in lines if "start" not in line])
         return found
+
+    @cached_property
+    def samples_per_epoch(self) -> int:
+        """The number of samples in an epoch; 0 if it is unknown."""
+        return max((int(start.get("samples_per_epoch", 0)) for start in self.starts.values()), default=0)
+
+    def warm_up(self, rank: int) -> int:
+        """Return how many lines at the beginning of a rank's timeline are left out."""
+        return _warm_up(self.columns[rank])
 
     @property
     def on_cpu(self) -> bool:

@@ -14,6 +14,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     data_rules.data_bound,
     balance_rules.straggler,
     balance_rules.uneven,
+    balance_rules.micro_batches,
     balance_rules.bubbles,
     exchange_rules.exchange_bound,
     exchange_rules.gathers,
@@ -25,6 +26,7 @@ RULES: tuple[Callable[[Evidence], Finding | None], ...] = (
     machine_rules.shared_cores,
     machine_rules.quota,
     machine_rules.heat,
+    machine_rules.copies,
     machine_rules.launch_bound,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,31 +25,44 @@ def _fewer(share: float) -> int:
     return max(1, math.ceil(share / max(1 - share, 1e-3) * (1 - WANTED) / WANTED))
 
 
-def checkpoints(run: Evidence) -> Finding | None:
-    """Find checkpoints that take too much of the time."""
-    share = run.middle("checkpoint") / run.step
-    every, times = int(run.number("checkpoint.every")), _times(run, "checkpoint")
-    if times < 3 or not every:
-        return None
+def _too_often(run: Evidence, kind: str, phase: str, doing: str, advice: Callable[[int], str]) -> Finding | None:
+    """Find something beside the steps that takes too much of the time.
+
+    Args:
+        run: The evidence.
+        kind: The kind of the finding, a plural.
+        phase: Its phase.
+        doing: The beginning of a sentence about it.
+        advice: Is called with the factor by which it must become rarer.
+    """
+    share, times = run.middle(phase) / run.step, _times(run, phase)
     factor = _fewer(share)
     gain = share * (1 - 1 / factor)
-    evidence = [f"{times} checkpoints take {duration(run.middle('checkpoint') * run.steps / times)} each."]
-    fact = f"Saving checkpoints takes {percent(share)} of the time."
-    advice = f"--set checkpoint.every={every * factor}"
-    return Finding("checkpoints", fact, evidence, advice, gain) if factor > 1 and run.worth(gain) else None
+    if times < 3 or factor == 1 or not run.worth(gain):
+        return None
+    evidence = [f"{times} {kind} take {duration(run.middle(phase) * run.steps / times)} each."]
+    return Finding(kind, f"{doing} takes {percent(share)} of the time.", evidence, advice(factor), gain)
+
+
+def checkpoints(run: Evidence) -> Finding | None:
+    """Find checkpoints that take too much of the time."""
+    every = int(run.number("checkpoint.every"))
+    if not every:
+        return None
+
+    def advice(factor: int) -> str:
+        return f"--set checkpoint.every={every * factor}"
+
+    return _too_often(run, "checkpoints", "checkpoint", "Saving checkpoints", advice)
 
 
 def evaluations(run: Evidence) -> Finding | None:
     """Find evaluations that take too much of the time."""
-    share, times = run.middle("evaluate") / run.step, _times(run, "evaluate")
-    if times < 3:
-        return None
-    factor = _fewer(share)
-    gain = share * (1 - 1 / factor)
-    evidence = [f"{times} evaluations take {duration(run.middle('evaluate') * run.steps / times)} each."]
-    fact = f"Evaluating takes {percent(share)} of the time."
-    advice = f"evaluate a {factor}th as often, or on fewer samples"
-    return Finding("evaluations", fact, evidence, advice, gain) if factor > 1 and run.worth(gain) else None
+
+    def advice(factor: int) -> str:
+        return f"evaluate {factor} times less often, or on fewer samples"
+
+    return _too_often(run, "evaluations", "evaluate", "Evaluating", advice)
 
 
 def garbage(run: Evidence) -> Finding | None:

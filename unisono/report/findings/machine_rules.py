@@ -11,6 +11,12 @@ from unisono.report.findings.evidence import Evidence, Finding, mean_of, percent
 NEARLY_FULL = 0.05
 """Share of the memory that is left when it is nearly full."""
 
+IDLE = 0.7
+"""Utilization of an accelerator that is not busy."""
+
+COPYING = 0.3
+"""Share of the capacity of the link between a host and a device that is used when copies take time."""
+
 
 def threads(run: Evidence) -> Finding | None:
     """Find more threads than cores: torch's threads wait for each other, and for a core."""
@@ -82,7 +88,7 @@ def memory(run: Evidence) -> Finding | None:
             left = min(left, 1 - max(used) / limit)
         if left < NEARLY_FULL:
             evidence = [f"At least {percent(max(left, 0.0))} of the memory of {host} was free."]
-            return Finding("memory", f"The memory of {host} is nearly full.", evidence, _smaller(run), None)
+            return _need_less("memory", f"The memory of {host} is nearly full.", evidence, run)
     for host, (facts, samples) in run.hosts.items():
         for device in facts.get("devices") or ():
             total = device.get("memory")
@@ -92,7 +98,7 @@ def memory(run: Evidence) -> Finding | None:
                     f"Up to {percent(max(used) / total)} of the memory of device {device.get('index')} were in use."
                 ]
                 fact = f"The memory of a device of {host} is nearly full."
-                return Finding("memory", fact, evidence, _smaller(run), None)
+                return _need_less("memory", fact, evidence, run)
     return None
 
 
@@ -107,7 +113,7 @@ def swapping(run: Evidence) -> Finding | None:
         ]
         if moved and sum(moved) / len(moved) > 1e6 and median(moved) > 0:
             evidence = [f"{sum(moved) / len(moved) / 1e6:.3g} MB a second move between memory and swap space."]
-            return Finding("swapping", f"{host} swaps.", evidence, _smaller(run), None)
+            return _need_less("swapping", f"{host} swaps.", evidence, run)
     return None
 
 
@@ -133,6 +139,30 @@ def heat(run: Evidence) -> Finding | None:
     return None
 
 
+def copies(run: Evidence) -> Finding | None:
+    """Find accelerators that wait for copies between them and the host's memory."""
+    for host, (facts, samples) in run.hosts.items():
+        for device in facts.get("devices") or ():
+            known = _device(samples, device.get("index"))
+            moved = [d["from_host"] + d["to_host"] for d in known if "from_host" in d and "to_host" in d]
+            used = [d["utilization"] for d in known if "utilization" in d]
+            link = device.get("link")
+            if not moved or not used or not link or median(used) > IDLE or median(moved) < COPYING * link:
+                continue
+            evidence = [
+                f"{median(moved) / 1e9:.3g} GB a second pass between the host and device {device['index']} of {host}, "
+                f"whose link carries {link / 1e9:.3g} GB a second.",
+                f"The device computes in {percent(median(used))} of the time.",
+            ]
+            fact = "The accelerators wait for copies to and from the host's memory."
+            advice = (
+                "keep tensors on the device in the loop (no .cpu(), .to(...) or .item()), and send samples in the "
+                "dtype in which they are stored (uint8 for images)"
+            )
+            return Finding("copies", fact, evidence, advice, None)
+    return None
+
+
 def launch_bound(run: Evidence) -> Finding | None:
     """Find accelerators that wait for Python to launch kernels."""
     if run.on_cpu:
@@ -141,7 +171,7 @@ def launch_bound(run: Evidence) -> Finding | None:
     running = median(each.cpu / max(each.total - each.wait, 1e-9) for each in run.ranks.values())
     for host, (_, samples) in run.hosts.items():
         used = [d["utilization"] for s in samples for d in s.get("devices") or () if "utilization" in d]
-        if not used or median(used) > 0.7 or running < 0.8 or data + wait > 0.3 * run.step:
+        if not used or median(used) > IDLE or running < 0.8 or data + wait > 0.3 * run.step or copies(run) is not None:
             continue
         evidence = [
             f"The devices of {host} compute in {percent(median(used))} of the time.",
@@ -155,10 +185,12 @@ def launch_bound(run: Evidence) -> Finding | None:
     return None
 
 
-def _smaller(run: Evidence) -> str:
+def _need_less(kind: str, fact: str, evidence: Sequence[str], run: Evidence) -> Finding:
+    """Return a finding with the advice to need less memory."""
     size = int(run.number("micro_batch", run.number("batch") / max(run.number("virtual_ranks", 1), 1)))
     half = f"--set micro_batch={max(1, size // 2)}" if size > 1 else "--set parallel.shard=2"
-    return f"{half}, or --set parallel.activation_checkpoint=full"
+    advice = f"{half}, or --set parallel.activation_checkpoint=full"
+    return Finding(kind, fact, evidence, advice, None, changes_result=size > 1)
 
 
 def _delayed(samples: Sequence[Mapping[str, Any]]) -> float | None:

@@ -57,6 +57,7 @@ class EventRecorder(Extension):
             ranks=context.group.size,
             threads=torch.get_num_threads(),
             total=context.progress.last,
+            samples_per_epoch=self._source.order.length,
         )
 
     def _write(self, event: str, step: int, **values: object) -> None:
