@@ -80,7 +80,7 @@ def test_findings_have_an_advice_and_a_gain(tmp_path: Path) -> None:
     assert "A fetch sleeps." not in "".join(lines)
     assert "  A fetch sleeps." in lines_of(FOUND, evidence=True)
     changing = lines_of(FOUND._replace(gain=None, changes_result=True))
-    assert changing[1] == "  Next: --set loader.workers=3 It changes the result."
+    assert changing[1] == "  Next: --set loader.workers=3 (changes the result)"
     many = closing_lines(result, tmp_path, findings=[FOUND] * 5)
     assert many.count(FOUND.fact) == 3
     assert f"2 more: unisono report {tmp_path} --text" in many

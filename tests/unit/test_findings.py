@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,8 @@ def write(folder: Path, run: Planted) -> RunFiles:
     values = {"batch": 64, "virtual_ranks": 8, "loader.workers": 0, "checkpoint.every": 0, **run.settings}
     (folder / "settings.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     (folder / "result.json").write_text(json.dumps({"steps": 400, **run.result}))
-    lines = [{"t": 1.0, "start": {**FACTS, **run.facts}}, *[{"t": 2.0 + i, **SAMPLE, **run.sample} for i in range(10)]]
+    now = time.time()
+    lines = [{"t": now, "start": {**FACTS, **run.facts}}, *[{"t": now + i, **SAMPLE, **run.sample} for i in range(10)]]
     (folder / "timeline" / "host-a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = RunFiles(folder)
     files.read()
@@ -293,6 +295,28 @@ def test_every_rule_has_a_planted_case(tmp_path: Path) -> None:
         files = write(tmp_path / str(number), run)
         found |= {rule for rule in RULES if rule(Evidence(files)) is not None}
     assert found == set(RULES)
+
+
+def test_only_the_steps_since_a_resume_count(tmp_path: Path) -> None:
+    path = tmp_path / "timeline" / "rank-0.jsonl"
+    for first, data in ((0, 0.2), (30, 0.001)):
+        line = Timeline(path)
+        if first:
+            line.resumed(first)
+        line.event({"event": "start", "step": first, "host": "a", "device": "cpu", "ranks": 1, "threads": 1})
+        for step in range(first, first + 30 + 10 * first):
+            line.step(step, changed(data=data), 1.0, cpu=0.1)
+        line.close()
+    files = RunFiles(tmp_path)
+    files.read()
+    assert Evidence(files).steps == 330 - 3
+    assert find_all(files) == []
+
+
+def test_few_bytes_are_not_compressed(tmp_path: Path) -> None:
+    slow = Planted(both(exchange=0.11), [{"wait": 0.1}] * 2, result={"bytes_per_step": 4000})
+    (found,) = find_all(write(tmp_path, slow))
+    assert (found.kind, "compress" in found.advice) == ("exchange", False)
 
 
 def test_a_short_run_has_no_finding(tmp_path: Path) -> None:

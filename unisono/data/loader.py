@@ -13,6 +13,7 @@ fetched twice or discarded.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -191,7 +192,12 @@ class Loader:
             return
 
         def start_workers(report: Callable[[int], None]) -> Iterator[Fetched]:
-            batches = DataLoader(
+            with warnings.catch_warnings():  # workers that wait for storage may be more than the cores
+                warnings.filterwarnings("ignore", message="This DataLoader will create")
+                return iter(new_loader(report))
+
+        def new_loader(report: Callable[[int], None]) -> DataLoader[Fetched]:
+            return DataLoader(
                 fetcher,
                 sampler=_TaskSampler(self),
                 batch_size=None,
@@ -202,7 +208,6 @@ class Loader:
                 generator=torch.Generator(),
                 worker_init_fn=report,
             )
-            return iter(batches)
 
         self._worker_iterator = WorkerIterator(start_workers, workers, self._has_more)
         self._batches = self._from_workers(self._worker_iterator)

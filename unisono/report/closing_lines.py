@@ -158,9 +158,10 @@ def lines_of(finding: Finding, *, evidence: bool = False, width: int = WIDTH) ->
     lines = wrapped(finding.fact, width).split("\n")
     if evidence:
         lines += ["  " + line for sentence in finding.evidence for line in textwrap.wrap(sentence, width - 2)]
-    gain = f" (saves about {finding.gain:.0%} of the time)" if finding.gain is not None else ""
-    other = " It changes the result." if finding.changes_result else ""
-    first, *rest = textwrap.wrap(f"Next: {finding.advice}{gain}{other}", width - 2, break_on_hyphens=False)
+    gain = [f"saves about {finding.gain:.0%} of the time"] if finding.gain is not None else []
+    other = ["changes the result"] if finding.changes_result else []
+    notes = f" ({', '.join([*gain, *other])})" if gain or other else ""
+    first, *rest = textwrap.wrap(f"Next: {finding.advice}{notes}", width - 2, break_on_hyphens=False)
     return [*lines, f"  {first}", *(f"    {line}" for line in rest)]
 
 

@@ -68,6 +68,8 @@ OPERANDS = {
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or a checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or a checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
+    "watch": ("a run directory, or a folder of runs", "runs"),
+    **dict.fromkeys(["top", "logs", "profile"], ("a run directory", "runs/NAME-TIME")),
 }
 """The required arguments of each verb, and an example."""
 

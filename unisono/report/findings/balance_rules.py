@@ -149,11 +149,12 @@ def micro_batches(run: Evidence) -> Finding | None:
     wanted = (enough or fewer[-1:])[0]
     gain = takes * (now.micro_batches - wanted / ranks) / run.step
     evidence = [
-        f"A micro-batch takes {duration(takes)} whatever its size, as the last batch of an epoch shows.",
+        f"A micro-batch takes {duration(takes)} plus the time of its samples, as the last batch of an epoch shows.",
         f"Rank {rank} computes {now.micro_batches} of them for {now.samples} samples in a step of "
         f"{duration(run.step)}.",
     ]
-    fact = f"Micro-batches are small: their number takes {percent(takes * now.micro_batches / run.step)} of the time."
+    share = percent(takes * now.micro_batches / run.step)
+    fact = f"Micro-batches are small: what each costs whatever its size takes {share} of the time."
     advice = f"in a new run, --set virtual_ranks={wanted}"
     found = Finding("micro-batches", fact, evidence, advice, gain, changes_result=True)
     return found if gain >= FIXED and run.worth(gain) else None

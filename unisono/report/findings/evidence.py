@@ -71,7 +71,7 @@ class RankTime(NamedTuple):
 
 
 class Evidence:
-    """The evidence of a run.
+    """The evidence of a run: of its steps since each process has started, so since the newest resume.
 
     Args:
         files: The files of the run, which were read.
@@ -80,7 +80,11 @@ class Evidence:
     def __init__(self, files: RunFiles) -> None:
         self.files = files
         self.settings = {name: setting.value for name, setting in files.settings.items()}
-        self.columns = {rank: series.columns() for rank, series in files.ranks.items() if series.rows}
+        self.columns = {
+            rank: since(series.columns(), int(self.starts[rank].get("step", 0)))
+            for rank, series in files.ranks.items()
+            if series.rows
+        }
         servers = files.result.get("servers", 0)  # the first ranks, which spend their time in waiting for the workers
         self.ranks = {rank: _rank_time(each) for rank, each in self.columns.items() if rank >= servers}
 
@@ -165,9 +169,13 @@ class Evidence:
     def hosts(self) -> dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
         """The facts and the samples of each host."""
         found: dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = {}
+        began = min((start.get("t", 0.0) for start in self.starts.values()), default=0.0)
         for host, lines in self.files.hosts.items():
             facts = [line["start"] for line in lines if isinstance(line.get("start"), dict)]
-            found[host] = (facts[-1] if facts else {}, [line for line in lines if "start" not in line])
+            found[host] = (
+                facts[-1] if facts else {},
+                [line for line in lines if "start" not in line and began <= line["t"]],
+            )
         return found
 
     @cached_property
@@ -203,6 +211,17 @@ class Evidence:
     def worth(self, gain: float) -> bool:
         """Return whether saving this share of the time is worth a word."""
         return gain >= LEAST_GAIN and gain * self.step * self.steps >= LEAST_SECONDS
+
+
+def since(columns: RankColumns, step: int) -> RankColumns:
+    """Return the rows that begin at or after a step; all of them if none does."""
+    rows = columns.first >= step
+    if rows.all() or not rows.any():
+        return columns
+    values = {name: column[rows] for name, column in columns.values.items()}
+    found = columns._asdict()
+    arrays = {name: array[rows] for name, array in found.items() if isinstance(array, np.ndarray)}
+    return RankColumns(**{**found, **arrays, "values": values})
 
 
 def mean_of(samples: Sequence[Mapping[str, Any]], *path: str) -> float | None:

@@ -92,5 +92,7 @@ def script(run: Evidence) -> Finding | None:
     if others and max(others) < 0.5 * spent:
         evidence.append(f"The others need {duration(max(others))} at most, and wait.")
     fact = f"The script's own code in the loop takes {percent(gain)} of the time."
-    advice = "do it in fewer steps (if step.every(100): ...), or after the loop; unisono profiles it with profile.steps"
+    advice = (
+        "do it in fewer steps (if step.every(100): ...); --set profile.steps=20:23 --set profile.stacks=true shows it"
+    )
     return Finding("script", fact, evidence, advice, gain) if run.worth(gain) else None

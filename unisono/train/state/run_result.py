@@ -50,11 +50,16 @@ def result(context: RunContext) -> dict[str, Any]:
         "phases": {name: round(s, 3) for name, s in context.monitor.clock.seconds.items()},
     }
     known |= context.loop.result()
-    logged = {name: value for name, value in progress.results.items() if isinstance(value, (int, float, str, bool))}
+    logged = {name: _json(v) for name, v in progress.results.items() if isinstance(v, (int, float, str, bool))}
     return {  # a value that the loop logged by the name of an entry ("loss", by an evaluation) gets another name
         **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
         **known,
     }
+
+
+def _json(value: float | str) -> float | str | None:
+    """Return a value for JSON, which has no NaN and no infinity."""
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _bytes_per_step(progress: Progress) -> dict[str, int]:
