@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from unisono.monitor.timeline import Timeline
+from unisono.plan.batch_order import BatchOrder
+from unisono.report.findings.balance_rules import fewer_micro_batches
 from unisono.report.findings.evidence import Evidence
 from unisono.report.findings.find_all import RULES, find_all
 from unisono.report.run_files import RunFiles
@@ -55,13 +57,15 @@ class Planted(NamedTuple):
 def write(folder: Path, run: Planted) -> RunFiles:
     """Write the files of a run of 400 steps."""
     for rank, phases in enumerate(run.phases):
-        line = Timeline(folder / "timeline" / f"rank-{rank}.jsonl")
+        now = [time.time() - 600.0]
+        line = Timeline(folder / "timeline" / f"rank-{rank}.jsonl", now=lambda now=now: now[0])  # type: ignore[misc]
         host = {"host": "a", "pid": 1, "device": run.device, "ranks": len(run.phases), "threads": 1}
         host |= {"samples_per_epoch": 2 * 64 + 16} if run.short else {}
         line.event({"event": "start", "step": 0, **host})
         line.event({"event": "assignment", "step": 0, "virtual_ranks": list(run.spans[rank])})
         for step in range(400):
             spent = dict(phases)
+            now[0] += 1.0
             if run.every and step % run.every == 0:
                 spent |= run.rare
             if step % 3 == 2:
@@ -73,8 +77,8 @@ def write(folder: Path, run: Planted) -> RunFiles:
     values = {"batch": 64, "virtual_ranks": 8, "loader.workers": 0, "checkpoint.every": 0, **run.settings}
     (folder / "settings.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
     (folder / "result.json").write_text(json.dumps({"steps": 400, **run.result}))
-    now = time.time()
-    lines = [{"t": now, "start": {**FACTS, **run.facts}}, *[{"t": now + i, **SAMPLE, **run.sample} for i in range(10)]]
+    t = time.time()
+    lines = [{"t": t, "start": {**FACTS, **run.facts}}, *[{"t": t + i, **SAMPLE, **run.sample} for i in range(10)]]
     (folder / "timeline" / "host-a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = RunFiles(folder)
     files.read()
@@ -311,6 +315,32 @@ def test_only_the_steps_since_a_resume_count(tmp_path: Path) -> None:
     files.read()
     assert Evidence(files).steps == 330 - 3
     assert find_all(files) == []
+
+
+def test_a_rank_that_has_left_is_not_judged(tmp_path: Path) -> None:
+    """Rank 1 was slow, and the run is resumed without it."""
+    write(tmp_path, Planted([HEALTHY, changed(forward=0.3)], [{"wait": 0.2}, {}]))
+    line = Timeline(tmp_path / "timeline" / "rank-0.jsonl")
+    line.resumed(400)
+    line.event({"event": "start", "step": 400, "host": "a", "device": "cpu", "ranks": 1, "threads": 1})
+    line.event({"event": "assignment", "step": 400, "virtual_ranks": [0, 8]})
+    for step in range(400, 800):
+        line.step(step, HEALTHY, 1.0, cpu=0.1, more={"samples": 64})
+    line.close()
+    files = RunFiles(tmp_path)
+    files.read()
+    assert list(Evidence(files).ranks) == [0]
+    assert find_all(files) == []
+
+
+def test_small_pieces_of_virtual_ranks_become_larger() -> None:
+    order = BatchOrder(length=144, batch=64, virtual_ranks=8, micro_batch=3)  # 8 samples of a virtual rank in 3 pieces
+    choices = list(fewer_micro_batches(order, 24, ranks=2))
+    assert choices == [("--set micro_batch=6, if memory allows", 8.0), ("--set micro_batch=8, if memory allows", 4.0)]
+    order = BatchOrder(length=144, batch=64, virtual_ranks=8, micro_batch=8)
+    assert list(fewer_micro_batches(order, 4, ranks=2)) == []  # 6, 4 and 2 virtual ranks would need as many pieces
+    order = BatchOrder(length=144, batch=64, virtual_ranks=8)
+    assert [advice.split("=")[1] for advice, _ in fewer_micro_batches(order, 4, ranks=2)] == ["6", "4", "2"]
 
 
 def test_few_bytes_are_not_compressed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from unisono.monitor.timeline import Timeline
 from unisono.report import rank_series
-from unisono.report.rank_series import RankSeries
+from unisono.report.rank_series import RankSeries, main_columns, present
 from unisono.report.step_buckets import divide, rank_buckets, value_buckets
 
 
@@ -96,3 +96,42 @@ def test_buckets_keep_extremes_and_means(path: Path) -> None:
     assert times.own == pytest.approx(0.625, abs=0.01)
     few = divide(columns, 5000)
     assert few.last == list(range(1310))
+
+
+def test_another_main_process_and_a_resume(tmp_path: Path) -> None:
+    """Rank 0 dies after step 39, rank 1 leads to step 119, and the run is resumed at step 80 on rank 0 alone."""
+    clock = [0.0]
+    paths = [tmp_path / f"rank-{rank}.jsonl" for rank in range(2)]
+    lines = [Timeline(path, now=lambda: clock[0]) for path in paths]
+    start = {"event": "start", "step": 0, "ranks": 2}
+    for line in lines:
+        line.event(start)
+    for step in range(120):
+        clock[0] += 1
+        for rank, line in enumerate(lines):
+            if rank or step < 40:
+                leads = rank == 0 or step >= 40
+                line.step(step, {"forward": 0.5}, 1.0, more={"samples": 4} if leads else {})
+        if step == 40:
+            lines[1].event({"event": "death", "step": 40, "ranks": [0]})
+    for line in lines:
+        line.close()
+    ranks = {rank: RankSeries(path, rank) for rank, path in enumerate(paths)}
+    for series in ranks.values():
+        series.read()
+    assert present(ranks) == [1]
+    assert main_columns(ranks).last.tolist() == list(range(120))
+
+    clock[0] += 1
+    line = Timeline(paths[0], now=lambda: clock[0])
+    line.resumed(80)
+    line.event({**start, "step": 80, "ranks": 1})
+    for step in range(80, 160):
+        clock[0] += 1
+        line.step(step, {"forward": 0.5}, 1.0, more={"samples": 4})
+    line.close()
+    ranks[0].read()
+    assert present(ranks) == [0]
+    columns = main_columns(ranks)
+    assert columns.last.tolist() == list(range(160))
+    assert (columns.rank, columns.samples.sum()) == (0, 640)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+from fractions import Fraction
+from math import inf
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from unisono.monitor import timeline
-from unisono.monitor.timeline import Timeline
+from unisono.monitor.timeline import Timeline, as_number
+from unisono.train.state.run_result import plain
 
 
 class Hands:
@@ -202,3 +205,13 @@ def test_no_file_stays_open(path: Path) -> None:
     assert len(list(files.iterdir())) == before + 1
     line.close()
     assert len(list(files.iterdir())) == before
+
+
+def test_numbers_that_no_float_holds_and_names_that_are_no_text(path: Path) -> None:
+    line = Timeline(path)
+    line.step(0, {}, 1.0, {7: 3.0, "big": Fraction(10**400), "small": -inf, None: 1})  # type: ignore[dict-item]
+    line.close()
+    (entry,) = timeline.read(path)
+    assert entry["log"] == {"7": 3.0, "big": str(10**400), "small": "-inf", "None": 1}
+    assert [as_number(10**400), as_number(-(10**400)), as_number("inf"), as_number("a")] == [inf, -inf, inf, None]
+    assert (plain(2**1024), plain(-(10**5000)), plain(2**1023)) == (inf, -inf, 2**1023)

@@ -106,10 +106,10 @@ class RunNumbers:
         self.run["samples"] += samples
         self.speed.add(samples, sum(entry["seconds"].values()))
         for name in ("loss", "lr", "grad_norm"):
-            if (value := number(entry.get(name))) is not None:
+            if (value := timeline.as_number(entry.get(name))) is not None:
                 self.run[name] = value
         for name, logged in entry.get("log", {}).items():
-            if (value := number(logged)) is not None:
+            if (value := timeline.as_number(logged)) is not None:
                 self.logged[name] = value
 
     def _add_deaths(self, step: int, ranks: list[int], time: float) -> None:
@@ -120,13 +120,6 @@ class RunNumbers:
                 self._dead[step, rank] = time
                 self.run["deaths"] += 1
                 self.processes.pop(rank, None)
-
-
-def number(value: Any) -> float | None:
-    """Return a number of a timeline, in which NaN and infinity are strings; None if it is no number."""
-    if value in ("nan", "inf", "-inf") or isinstance(value, (int, float)):
-        return float(value)
-    return None
 
 
 class TimelineFolder:

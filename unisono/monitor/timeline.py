@@ -129,7 +129,7 @@ class Timeline:
         for name, value in more.items():
             tail += f',"{name}":{_seven_digits(value)}'
         if log:
-            tail += ',"log":{' + ",".join([f"{_encode(name)}:{_json(value)}" for name, value in log.items()]) + "}"
+            tail += ',"log":{' + ",".join([f"{_encode(str(name))}:{_json(value)}" for name, value in log.items()]) + "}"
         line = f'{{"step":{step},"t":{now:.3f},"us":{str(spent).replace(" ", "")}{tail}}}\n'
         self._lines.append(line)
         self._blocks.add(len(line.encode()) if log else len(line), step, now, spent, steps, partial, loss, more, log)
@@ -218,6 +218,16 @@ def decode(line: bytes) -> dict[str, Any] | None:
     return entry
 
 
+def as_number(value: Any) -> float | None:
+    """Return a number of a timeline, in which NaN and infinity are strings; None if it is no number."""
+    if isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
+    return None
+
+
 def is_cut_off(file: int, size: int) -> bool:
     """Return whether a file of this size ends in the middle of a line."""
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
@@ -240,7 +250,7 @@ def _json(value: Any) -> str:
         return _encode(value)
     try:
         return _number(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return _encode(str(value))
 
 

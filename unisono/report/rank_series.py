@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unisono.monitor.timeline import decode
+from unisono.monitor.timeline import as_number, decode
 from unisono.monitor.timeline_blocks import read_blocks
 from unisono.phases import PHASES
 
@@ -150,29 +150,13 @@ class RankSeries:
     def columns(self) -> RankColumns:
         """Return the rows as arrays."""
         if self._columns is None:
-            self._columns = self._arrays()
+            self._columns = columns_of(self.rank, self.rows)
         return self._columns
 
-    def _arrays(self) -> RankColumns:
-        rows = self.rows
-        names = dict.fromkeys(name for row in rows for name in row.values)
-        return RankColumns(
-            rank=self.rank,
-            first=_array(row.first for row in rows),
-            last=_array(row.last for row in rows),
-            steps=_array(row.steps for row in rows),
-            time=_array(row.time for row in rows),
-            seconds=np.array([row.seconds for row in rows], dtype=np.float64).reshape(len(rows), len(PHASES)),
-            wait=_array(row.wait for row in rows),
-            cpu=_array(row.cpu for row in rows),
-            gc=_array(row.gc for row in rows),
-            longest=_array(row.longest for row in rows),
-            samples=_array(row.samples for row in rows),
-            weight=_array(row.weight for row in rows),
-            values={
-                name: np.array([row.values.get(name, NO_RANGE) for row in rows], dtype=np.float64) for name in names
-            },
-        )
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The newest event "start"; empty if there is none."""
+        return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
 
 
 class RankColumns(NamedTuple):
@@ -191,6 +175,71 @@ class RankColumns(NamedTuple):
     samples: Floats
     weight: Floats
     values: Mapping[str, Floats]
+
+
+def columns_of(rank: int, rows: Sequence[Row]) -> RankColumns:
+    """Return rows as arrays."""
+    names = dict.fromkeys(name for row in rows for name in row.values)
+    return RankColumns(
+        rank=rank,
+        first=_array(row.first for row in rows),
+        last=_array(row.last for row in rows),
+        steps=_array(row.steps for row in rows),
+        time=_array(row.time for row in rows),
+        seconds=np.array([row.seconds for row in rows], dtype=np.float64).reshape(len(rows), len(PHASES)),
+        wait=_array(row.wait for row in rows),
+        cpu=_array(row.cpu for row in rows),
+        gc=_array(row.gc for row in rows),
+        longest=_array(row.longest for row in rows),
+        samples=_array(row.samples for row in rows),
+        weight=_array(row.weight for row in rows),
+        values={name: np.array([row.values.get(name, NO_RANGE) for row in rows], dtype=np.float64) for name in names},
+    )
+
+
+def main_columns(ranks: Mapping[int, RankSeries]) -> RankColumns:
+    """Return the rows of the main processes, which have the numbers of the run.
+
+    Rank 0 writes them, and after its death another rank. A resume drops the steps that are computed again. If no rank
+    has written numbers, the rows are those of the rank that came farthest.
+    """
+    found = {rank: series for rank, series in ranks.items() if any(row.samples == row.samples for row in series.rows)}
+    if len(found) < 2:
+        farthest = max(found or ranks, key=lambda rank: (ranks[rank].rows[-1].last if ranks[rank].rows else -1, -rank))
+        return ranks[farthest].columns()
+    rows = sorted(
+        ((row, rank) for rank, series in found.items() for row in series.rows if row.samples == row.samples),
+        key=lambda each: each[0].time,
+    )
+    kept: list[tuple[Row, int]] = []
+    for row, rank in rows:
+        while kept and kept[-1][0].last >= row.first:
+            kept.pop()
+        kept.append((row, rank))
+    return columns_of(kept[-1][1], [row for row, _ in kept])
+
+
+def present(ranks: Mapping[int, RankSeries]) -> list[int]:
+    """Return the ranks with steps that are part of the run now, or were at its end.
+
+    A rank has left if the run has started again after its last step, or if others report its death.
+    """
+    begun = {rank: series for rank, series in ranks.items() if series.rows}
+    newest = max((float(series.start.get("t", 0.0)) for series in ranks.values()), default=0.0)
+    dead = {
+        (rank, float(event.get("t", 0.0)))
+        for series in ranks.values()
+        for event in series.events
+        if event.get("event") == "death"
+        for rank in event.get("ranks", ())
+    }
+    found = [
+        rank
+        for rank, series in begun.items()
+        if series.rows[-1].time >= newest
+        and not any(rank == other and when >= float(series.start.get("t", 0.0)) for other, when in dead)
+    ]
+    return found or list(begun)
 
 
 def _array(values: Iterator[float]) -> Floats:
@@ -252,12 +301,3 @@ def _row_of_block(block: Mapping[str, Any]) -> Row | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def as_number(value: Any) -> float | None:
-    """Return a number of a timeline, in which NaN and infinity are strings; None if it is no number."""
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, (int, float)) or value in ("nan", "inf", "-inf"):
-        return float(value)
-    return None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from unisono.phases import PHASES
 from unisono.report.host_series import Curve, HostSeries, numbers_of
+from unisono.report.rank_series import present
 from unisono.report.run_files import RunFiles
 
 RECENT_SECONDS = 10.0
@@ -46,9 +47,9 @@ class RankNow(NamedTuple):
 
 
 def ranks_now(files: RunFiles) -> list[RankNow]:
-    """Return the ranks of a run, which was read."""
+    """Return the ranks of a run, which was read, without those that have left it."""
     newest = {series.name: _newest(series) for series in files.host_series.values()}
-    return [_row(files, rank, newest) for rank in files.ranks]
+    return [_row(files, rank, newest) for rank in present(files.ranks) or files.ranks]
 
 
 def seconds_since_step(files: RunFiles) -> float | None:
@@ -70,8 +71,7 @@ def samples_per_second(files: RunFiles) -> float | None:
 
 def _row(files: RunFiles, rank: int, newest: Mapping[str, Numbers]) -> RankNow:
     series = files.ranks[rank]
-    start: Mapping[str, Any] = next((event for event in reversed(series.events) if event.get("event") == "start"), {})
-    host = str(start.get("host", ""))
+    host = str(series.start.get("host", ""))
     sample = newest.get(host, {})
     recent = _recent(series.rows)
     spent = [sum(column) for column in zip(*(row.seconds for row in recent), strict=True)]
@@ -85,7 +85,7 @@ def _row(files: RunFiles, rank: int, newest: Mapping[str, Numbers]) -> RankNow:
         sum(row.wait for row in recent) / total if total else None,
         sample.get(("resident", f"rank {rank}")),
         sample.get(("cores", f"rank {rank}")),
-        _device_of(str(start.get("device", "")), sample),
+        _device_of(str(series.start.get("device", "")), sample),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from unisono.phases import PHASES
 from unisono.report.findings.find_all import find_all
 from unisono.report.host_series import host_charts
-from unisono.report.rank_series import Floats, RankColumns
+from unisono.report.rank_series import Floats, RankColumns, main_columns
 from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import (
     BUCKETS,
@@ -63,7 +63,7 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
         "flops": files.flops,
         "findings": [finding._asdict() for finding in find_all(files)],
     }
-    began = _began(columns)
+    began = _began(main_columns(files.ranks)) if columns else 0.0
     data["total"] = total_of(files)
     data["hosts"] = host_charts(files.host_series.values(), began, most // 2)
     if columns:
@@ -72,12 +72,12 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
 
 
 def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> dict[str, Any]:
-    main = columns[main_rank(columns)]
+    main = main_columns(files.ranks)
     buckets = divide(main, most)
     ranks = {rank: rank_buckets(each, buckets) for rank, each in columns.items()}
-    began = _began(columns)
+    began = _began(main)
     mean = _nan_mean([each.seconds for each in ranks.values()])
-    time = ranks[main.rank].time
+    time = rank_buckets(main, buckets).time
     elapsed = np.diff(time, prepend=began)
     samples = sum_buckets(main, main.samples, buckets)
     weight = sum_buckets(main, np.where(np.isnan(main.weight), main.samples, main.weight), buckets)
@@ -115,10 +115,7 @@ def _curve(low: list[float | None], high: list[float | None], last: list[float |
     return {"last": last} if low == high == last else {"last": last, "low": low, "high": high}
 
 
-def _began(columns: Mapping[int, RankColumns]) -> float:
-    if not columns:
-        return 0.0
-    main = columns[main_rank(columns)]
+def _began(main: RankColumns) -> float:
     return float(main.time[0] - main.seconds[0].sum())
 
 
@@ -129,15 +126,6 @@ def total_of(files: RunFiles) -> int | None:
         return known[-1]
     setting = files.settings.get("steps")
     return int(setting.value) if setting is not None and setting.value.isdecimal() else None
-
-
-def main_rank(columns: Mapping[int, RankColumns]) -> int:
-    """Return the rank whose timeline has the numbers of the run: the one that came farthest, the lowest of several."""
-    farthest = max(float(each.last[-1]) for each in columns.values())
-    for rank, each in columns.items():
-        if float(each.last[-1]) == farthest and not np.isnan(each.samples[-1]):
-            return rank
-    return next(iter(columns))
 
 
 def _rank_curves(ranks: Mapping[int, RankBuckets]) -> dict[str, Any]:

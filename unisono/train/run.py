@@ -249,7 +249,7 @@ class Run(MediaVerbs, Generic[S]):
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Record values of this step in the timeline and the progress line. The last values go into result.json."""
-        logged = {name: plain(value) for name, value in {**(values or {}), **named}.items()}
+        logged = {str(name): plain(value) for name, value in {**(values or {}), **named}.items()}
         self.context.monitor.log(logged)
         self.context.progress.results.update(logged)
 

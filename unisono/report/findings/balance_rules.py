@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
@@ -120,11 +121,13 @@ def _seconds_of_a_micro_batch(run: Evidence, rank: int, order: BatchOrder) -> fl
 
 
 def _computing(run: Evidence, rank: int) -> Iterator[tuple[int, int, float]]:
-    """Yield (first step, number of steps, seconds of forward and backward) of each line of a rank but the first."""
-    columns = run.columns[rank]
+    """Yield (first step, number of steps, seconds of forward and backward) of lines with the present assignment."""
+    columns, assigned = run.columns[rank], run.assigned_at(rank)
     seconds = columns.seconds[:, [PHASES.index("forward"), PHASES.index("backward")]].sum(1)
     waited = np.maximum(columns.wait - columns.seconds[:, PHASES.index("exchange")], 0.0)
     for row in range(run.warm_up(rank), len(seconds)):
+        if columns.first[row] < assigned:
+            continue
         yield int(columns.first[row]), int(columns.steps[row]), float(seconds[row] - waited[row])
 
 
@@ -141,23 +144,42 @@ def micro_batches(run: Evidence) -> Finding | None:
     if takes is None or takes <= 0:
         return None
     now = _work(order, 0, run.spans[rank])
-    fewer = [n for n in range(virtual - 1, 0, -1) if n % ranks == 0]
-    fewer = [n for n in fewer if largest is None or batch <= n * largest] or fewer[:1]
-    enough = [n for n in fewer if takes * n / ranks < 0.1 * run.step]
-    if not fewer:
+    choices = list(fewer_micro_batches(order, now.micro_batches, ranks))
+    if not choices:
         return None
-    wanted = (enough or fewer[-1:])[0]
-    gain = takes * (now.micro_batches - wanted / ranks) / run.step
+    advice, count = next((each for each in choices if takes * each[1] < 0.1 * run.step), choices[-1])
+    share = min(1.0, takes * now.micro_batches / run.step)
+    gain = share * (1 - count / now.micro_batches)
     evidence = [
         f"A micro-batch takes {duration(takes)} plus the time of its samples, as the last batch of an epoch shows.",
         f"Rank {rank} computes {now.micro_batches} of them for {now.samples} samples in a step of "
         f"{duration(run.step)}.",
     ]
-    share = percent(takes * now.micro_batches / run.step)
-    fact = f"Micro-batches are small: what each costs whatever its size takes {share} of the time."
-    advice = f"in a new run, --set virtual_ranks={wanted}"
+    fact = f"Micro-batches are small: what each costs whatever its size takes {percent(share)} of the time."
     found = Finding("micro-batches", fact, evidence, advice, gain, changes_result=True)
     return found if gain >= FIXED and run.worth(gain) else None
+
+
+def fewer_micro_batches(order: BatchOrder, now: int, ranks: int) -> Iterator[tuple[str, float]]:
+    """Yield settings with fewer micro-batches than `now`, and their mean number on a rank, from many to few.
+
+    Where `micro_batch` cuts virtual ranks into several micro-batches, they become larger; otherwise a new run has fewer
+    virtual ranks.
+    """
+    share = -(-order.batch // order.virtual_ranks)
+    if order.micro_batch is not None and order.micro_batch < share:
+        size = 2 * order.micro_batch
+        while size < 2 * share:
+            size = min(size, share)
+            count = _work(replace(order, micro_batch=size), 0, (0, order.virtual_ranks)).micro_batches / ranks
+            yield f"--set micro_batch={size}, if memory allows", count
+            size *= 2
+        return
+    for virtual in range(order.virtual_ranks - 1, ranks - 1, -1):
+        if virtual % ranks == 0:
+            count = _work(replace(order, virtual_ranks=virtual), 0, (0, virtual)).micro_batches / ranks
+            if count < now:
+                yield f"in a new run, --set virtual_ranks={virtual}", count
 
 
 def bubbles(run: Evidence) -> Finding | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.phases import PHASES
 from unisono.plan.batch_order import cut_batch
-from unisono.report.rank_series import RankColumns
+from unisono.report.rank_series import RankColumns, present
 from unisono.report.run_files import RunFiles
 
 WARM_UP = 3
@@ -83,7 +83,7 @@ class Evidence:
         self.columns = {
             rank: since(series.columns(), int(self.starts[rank].get("step", 0)))
             for rank, series in files.ranks.items()
-            if series.rows
+            if rank in present(files.ranks)
         }
         servers = files.result.get("servers", 0)  # the first ranks, which spend their time in waiting for the workers
         self.ranks = {rank: _rank_time(each) for rank, each in self.columns.items() if rank >= servers}
@@ -116,12 +116,8 @@ class Evidence:
 
     @cached_property
     def starts(self) -> dict[int, Mapping[str, Any]]:
-        """The newest event "start" of each rank."""
-        found: dict[int, Mapping[str, Any]] = {}
-        for rank, series in self.files.ranks.items():
-            starts = [event for event in series.events if event.get("event") == "start"]
-            found[rank] = starts[-1] if starts else {}
-        return found
+        """The newest event "start" of each rank that is part of the run."""
+        return {rank: self.files.ranks[rank].start for rank in present(self.files.ranks)}
 
     @cached_property
     def spans(self) -> dict[int, tuple[int, int]]:
@@ -186,6 +182,11 @@ class Evidence:
     def warm_up(self, rank: int) -> int:
         """Return how many lines at the beginning of a rank's timeline are left out."""
         return _warm_up(self.columns[rank])
+
+    def assigned_at(self, rank: int) -> int:
+        """Return the step since which a rank computes its present virtual ranks."""
+        assigned = self._assigned(rank)
+        return assigned[-1][0] if assigned else 0
 
     @property
     def on_cpu(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from unisono.monitor.timeline import as_number
 from unisono.monitor.timeline import read as read_timeline
-from unisono.report.rank_series import as_number
 from unisono.report.run_files import RunFiles, is_run
 
 TAIL_BYTES = 8 << 10

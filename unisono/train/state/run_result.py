@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from math import isfinite
 from typing import Any
@@ -17,9 +19,12 @@ from unisono.train.state.run_progress import Progress
 
 
 def plain(value: Any) -> Any:
-    """Return a number of torch or numpy as one of Python's own."""
+    """Return a number of torch or numpy as one of Python's own, and an integer that no float holds as infinity."""
     number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return value.item() if number else value
+    value = value.item() if number else value
+    if isinstance(value, int) and abs(value) > sys.float_info.max:  # readers take numbers as float
+        value = math.inf if value > 0 else -math.inf
+    return value
 
 
 def result(context: RunContext) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.toml_file import flat_items
-from unisono.monitor.timeline import decode
+from unisono.monitor.timeline import as_number, decode
 from unisono.trackers.growing_file import GrowingFile, input_ended
 from unisono.trackers.registry import build_tracker, names_of
 from unisono.trackers.tracker import Media, TrackedRun, Tracker
@@ -191,15 +191,8 @@ class Feed:
 def numbers_in(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a step's line, by name: those of the loop have precedence."""
     known = {name: entry[name] for name in ("loss", "lr", "grad_norm") if name in entry}
-    found = {name: _number(value) for name, value in {**known, **entry.get("log", {})}.items()}
+    found = {name: as_number(value) for name, value in {**known, **entry.get("log", {})}.items()}
     return {name: number for name, number in found.items() if number is not None}
-
-
-def _number(value: Any) -> float | None:
-    """Return a number of a timeline, in which NaN and infinity are strings; None if it is no number."""
-    if value in ("nan", "inf", "-inf") or isinstance(value, (int, float)):
-        return float(value)
-    return None
 
 
 class TrackingFile:
