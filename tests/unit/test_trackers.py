@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -53,6 +54,28 @@ def test_csv_has_every_step_once_after_a_cut(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[: -cut or None])
     record_steps(CsvFile(), tmp_path, 3, 12)
     assert csv_rows(tmp_path) == [(step, name) for step in range(12) for name in ("loss", "lr")]
+
+
+@pytest.mark.parametrize("cut", [*range(20), *range(22, 50, 3)])  # 21 bytes are the last row
+def test_csv_reads_names_with_ends_of_lines(tmp_path: Path, cut: int) -> None:
+    """The last name of a step looks like a row of another step."""
+    names = ["z", 'quote " in it', "a\rb", "a\r\nb", "\ud800", 'a\n5,"b\n', "a\n7"]
+
+    def record(first: int, last: int) -> None:
+        tracker = CsvFile()
+        done = tracker.start(described(tmp_path))
+        for step in range(max(first, done + 1), last):
+            tracker.log(step, 1000.0, dict.fromkeys(names, 0.5))
+        tracker.finish({})
+
+    record(0, 8)
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    record(3, 12)
+    with path.open(newline="") as file:
+        rows = [(row["step"], row["name"]) for row in csv.DictReader(file)]
+    escaped = [name.replace("\ud800", "\\ud800") for name in names]
+    assert rows == [(str(step), name) for step in range(12) for name in escaped]
 
 
 def test_csv_of_an_empty_file(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ step,time,name,value
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from unisono.trackers.tracker import Media, TrackedRun
@@ -40,24 +40,42 @@ class CsvFile:
         self._file.close()
 
     def _write(self, rows: Iterable[Iterable[Any]]) -> None:
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        self._file.write(text.getvalue().encode())
+        lines: list[str] = []
+        # this lineterminator lets Python 3.11 quote a name with \r; the file itself has \n
+        csv.writer(SimpleNamespace(write=lines.append), lineterminator="\r\n").writerows(rows)
+        text = "".join(line.removesuffix("\r\n") + "\n" for line in lines)
+        self._file.write(text.encode(errors="backslashreplace"))  # half a surrogate pair has no bytes
 
 
 def _last_whole_step(file: Any) -> tuple[int, int]:
     """Return the last step whose rows are all there, and the number of bytes up to its end.
 
-    A crash of the machine, or a full disk, may have cut off the last line. Its step is dropped then.
+    A crash of the machine, or a full disk, may have cut off the last row. Its step is dropped then.
     """
     file.seek(0)
     before, whole, step, end = -1, 0, -1, 0  # the step before the last one and its end; the last one and its end
-    for line in file.read().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
+    for row, complete in _rows(file.read()):
+        if not complete:
             return before, whole
-        head = line.partition(b",")[0]
+        head = row.partition(b",")[0]
         number = int(head) if head.isdigit() else -1
         if number != step:
             before, whole, step = step, end, number
-        end += len(line)
+        end += len(row)
     return step, end
+
+
+def _rows(data: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield the rows, each with its end, and whether it is complete: the last one may be cut off.
+
+    A quoted name may contain ends of lines. Quotes within it are doubled. So a row has an even number of quotes.
+    """
+    begin = end = quotes = 0
+    while (line := data.find(b"\n", end)) >= 0:
+        quotes += data.count(b'"', end, line)
+        end = line + 1
+        if quotes % 2 == 0:
+            yield data[begin:end], True
+            begin = end
+    if begin < len(data):
+        yield data[begin:], False
