@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,26 @@ print([event.step for event in found.Scalars("loss")])
     ]
 
 
+def test_tensorboard_shows_large_numbers_as_infinite(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install tensorboard")
+    tracker = TensorBoard()
+    tracker.start(described(tmp_path))
+    tracker.log_media(0, 1.0, Media("histogram", "h", counts=[1, 2], edges=[-1.5e308, 0.0, 1.5e308]))
+    tracker.log(0, 1.0, {"x": 1e39, "y": -1e300, "z": 3.4e38, "\ud800": 1.0})
+    tracker.log(1, 2.0, {"x": 2.0})
+    tracker.finish({})
+    lines = read_tensorboard(
+        tmp_path,
+        """
+print([event.value for event in found.Scalars("x")], found.Scalars("y")[0].value)
+print(found.Scalars("z")[0].value < 1e39, found.Scalars(chr(92) + "ud800")[0].value)
+(value,) = (event.histogram_value for event in found.Histograms("h"))
+print(value.num, value.sum, value.sum_squares)
+""",
+    )
+    assert lines == ["[inf, 2.0] -inf", "True 1.0", "3.0 7.5e+307 inf"]
+
+
 class Recorder:
     """A tracker that keeps what it gets. `done`: the last step that it has at the start."""
 
@@ -229,6 +250,10 @@ def test_numbers_of_a_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     entry = decode(lines[0].encode())
     assert entry is not None
     assert str(numbers_in(entry)) == "{'loss': nan, 'lr': 3.0, 'grad_norm': 2.0, 'flag': 1.0}"
+
+
+def test_a_number_without_a_float_is_infinite() -> None:
+    assert numbers_in({"log": {"x": 10**400, "y": -(10**400), "z": 1}}) == {"x": inf, "y": -inf, "z": 1.0}
 
 
 def test_media_come_before_the_line_of_their_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

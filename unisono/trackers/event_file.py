@@ -10,6 +10,7 @@ values with names.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from itertools import pairwise
@@ -49,15 +50,19 @@ def event(wall_time: float, values: bytes = b"", *, step: int | None = None, ver
 
 
 def number(name: str, value: float) -> bytes:
-    """Return a scalar of a summary."""
-    return _value(name, _key(2, FLOAT) + struct.pack("<f", value))
+    """Return a scalar of a summary. Values beyond the range of float32 become infinite."""
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, value))
+    return _value(name, _key(2, FLOAT) + packed)
 
 
 def text(name: str, words: str) -> bytes:
     """Return a text of a summary, in Markdown."""
     metadata = _field(1, _field(1, b"text"))  # plugin_data.plugin_name
     shape = _field(2, _field(2, _key(1, VARINT) + _varint(1)))
-    tensor = _key(1, VARINT) + _varint(DT_STRING) + shape + _field(8, words.encode())
+    tensor = _key(1, VARINT) + _varint(DT_STRING) + shape + _field(8, _utf8(words))
     return _value(name, _field(9, metadata) + _field(8, tensor))
 
 
@@ -69,10 +74,13 @@ def image(name: str, png: bytes) -> bytes:
 
 
 def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> bytes:
-    """Return a histogram of a summary: counts of bins, and their edges. Sums are those of the middles of the bins."""
-    middles = [(low + high) / 2 for low, high in pairwise(edges)]
+    """Return a histogram of a summary: counts of bins, and their edges. Sums are those of the middles of the bins.
+
+    A sum beyond the range of float64 is infinite.
+    """
+    middles = [low / 2 + high / 2 for low, high in pairwise(edges)]
     total = sum(count * middle for count, middle in zip(counts, middles, strict=True))
-    squares = sum(count * middle**2 for count, middle in zip(counts, middles, strict=True))
+    squares = sum(count * middle * middle for count, middle in zip(counts, middles, strict=True))
     numbers = enumerate((edges[0], edges[-1], sum(counts), total, squares), start=1)
     content = b"".join(_key(field, DOUBLE) + struct.pack("<d", value) for field, value in numbers)
     for field, bins in ((6, edges[1:]), (7, counts)):
@@ -81,7 +89,12 @@ def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> bytes
 
 
 def _value(name: str, content: bytes) -> bytes:
-    return _field(1, _field(1, name.encode()) + content)
+    return _field(1, _field(1, _utf8(name)) + content)
+
+
+def _utf8(text: str) -> bytes:
+    """Return text as UTF-8. Half a surrogate pair is escaped."""
+    return text.encode(errors="backslashreplace")
 
 
 def _key(number: int, wire_type: int) -> bytes:
