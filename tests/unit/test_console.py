@@ -61,6 +61,14 @@ def test_text_is_printed_above_the_progress_line() -> None:
     assert stream.getvalue() == "one\nwarning: two\nthree\n"
 
 
+def test_characters_that_the_stream_does_not_know_are_replaced() -> None:
+    raw = io.BytesIO()
+    console.start(0, 1, io.TextIOWrapper(raw, encoding="latin-1"))
+    console.print_line("3 → 4")
+    console.print_line("after it")
+    assert raw.getvalue() == b"3 ? 4\nafter it\n"
+
+
 def test_before_the_start_text_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_line("early")
     console.start(0, 1)

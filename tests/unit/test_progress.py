@@ -397,6 +397,18 @@ def test_a_closed_pipe_does_not_stop_training(clock: FakeClock) -> None:
     Progress(closed, False, 10, 0, now=clock).update(1, 1.0, 1, clock)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("latin-1", "é ? x ?"), ("ascii", "? ? x ?"), ("utf-8", "é → x ?"), ("utf-16", "é → x ?")]
+)
+def test_characters_that_the_stream_does_not_know_are_replaced(clock: FakeClock, encoding: str, shown: str) -> None:
+    raw = io.BytesIO()
+    progress = Progress(io.TextIOWrapper(raw, encoding=encoding, newline=""), False, 10, 0, now=clock)
+    progress.note("é → x \ud800")
+    progress.note("after it")
+    lines = raw.getvalue().decode(encoding).replace("\ufeff", "").splitlines()
+    assert lines == [shown, "after it"]
+
+
 def test_resident_memory_is_shown_by_default(clock: FakeClock) -> None:
     assert 1e6 < module.resident_bytes() < 1e12
     stream = io.StringIO()

@@ -15,10 +15,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from unisono.monitor.progress import Progress
+from unisono.monitor.stream_text import write_text
 
 logger = logging.getLogger("unisono")
 
@@ -56,11 +57,8 @@ class RankHandler(logging.Handler):
             return
         # looked up for every line, because a script may have replaced sys.stdout
         stream = self._stream or sys.stdout
-        try:
-            stream.write(text.rstrip("\n") + "\n")
-            stream.flush()
-        except (OSError, ValueError):  # closed
-            pass
+        with suppress(OSError, ValueError):  # closed
+            write_text(stream, text.rstrip("\n") + "\n")
 
 
 class BrokenPipeStream:

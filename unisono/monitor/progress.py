@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 import psutil  # type: ignore[import-untyped]
 
 from unisono.config import size
+from unisono.monitor.stream_text import write_text
 
 LIVE_SECONDS = 0.5
 """Shortest time between two drawings of the live line."""
@@ -176,8 +177,7 @@ class Progress:
         if self._closed or not text:
             return
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            write_text(self._stream, text)
         except (OSError, ValueError):  # the terminal, or the reader of a pipe, is gone; training continues
             self._closed = True
 

@@ -13,6 +13,7 @@ from unisono.monitor import console
 from unisono.monitor.loss_spikes import LossSpikes
 from unisono.monitor.phase_clock import PhaseClock
 from unisono.monitor.progress import Progress, ProgressAwareStdout
+from unisono.monitor.stream_text import write_text
 from unisono.monitor.timeline import NOTHING, Timeline
 from unisono.phases import CommWait, GcPause, time_gc
 
@@ -155,7 +156,7 @@ class StepMonitor:
         if self._progress is not None:
             self._progress.note(text)
         elif self._rank == 0:
-            print(text, file=self._output, flush=True)
+            write_text(self._output, text + "\n")
 
     def close(self) -> None:
         """Write the last progress line, and close the timeline."""
