@@ -145,3 +145,31 @@ def test_prometheus_reads_the_page(command: Command, tmp_path: Path) -> None:
     finally:
         server.terminate()
         server.wait(30)
+
+
+def test_a_killed_process_beside_the_run_is_one_line_and_training_continues(command: Command) -> None:
+    """Trackers and the metrics page have a process each. The script kills both, as a lack of memory does."""
+    killing = """        if step.number == 3:
+            import psutil
+            for child in psutil.Process().children():
+                words = child.cmdline()
+                if "unisono.metrics.exporter" in words or "unisono.train.tracking.follower" in words:
+                    child.kill()
+        step.update("""
+    command.script(LOGGING.replace("        step.update(", killing))
+    options = ["--run-dir", "out", "--set", f"metrics.port={free_port()}", "--set", "track=csv", "--set", "pause=0.03"]
+    ended = command.run("run", "script.py", *options, "--set", "steps=12")
+    assert ended.status == 0, ended.err
+    said = [line for line in (ended.out + ended.err).splitlines() if "SIGKILL" in line]
+    assert sorted(said) == [
+        "The process of the metrics page died of signal 9 (SIGKILL). Training continues. "
+        "The next resume starts it again.",
+        "The process of the trackers died of signal 9 (SIGKILL). Training continues. "
+        "The next resume sends what is missing.",
+    ]
+    assert result(command, "out")["steps"] == 12
+    ended = command.run("run", "script.py", *options, "--set", "steps=16", "--resume")
+    assert ended.status == 0, ended.err
+    assert "SIGKILL" not in ended.out + ended.err
+    rows = (command.folder / "out" / "metrics.csv").read_text().splitlines()[1:]
+    assert [int(row.split(",")[0]) for row in rows if row.split(",")[2] == "loss"] == list(range(16))

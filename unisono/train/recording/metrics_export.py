@@ -35,4 +35,13 @@ def build_metrics(context: RunContext) -> list[FollowerProcess]:
 
     if not wanted.port:
         return []
-    return [FollowerProcess(context, "unisono.metrics.exporter", arguments, PATIENCE)]
+    return [
+        FollowerProcess(
+            context,
+            "unisono.metrics.exporter",
+            arguments,
+            title="The process of the metrics page",
+            after_death="The next resume starts it again.",
+            patience=PATIENCE,
+        )
+    ]

@@ -27,8 +27,10 @@ def build_tracking(context: RunContext) -> list[FollowerProcess]:
             context,
             "unisono.train.tracking.follower",
             lambda: [str(context.run_dir), timeline, track],
-            PATIENCE,
-            late,
-            variables_of(track, context.run_dir),
+            title="The process of the trackers",
+            after_death="The next resume sends what is missing.",
+            patience=PATIENCE,
+            late=late,
+            variables=variables_of(track, context.run_dir),
         )
     ]
