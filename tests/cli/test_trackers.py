@@ -241,3 +241,13 @@ def test_numbers_of_a_run_are_in_metrics_csv(command: Command) -> None:
     assert float(rows[-1][3]) == 0.5
     assert float(rows[-2][3]) == json.loads(ended.out.splitlines()[-1])["loss"]
     assert {row[2] for row in rows} == {"loss", "lr"}
+
+
+def test_a_long_text_is_shortened(command: Command) -> None:
+    longest = "        run.log(text='é' * 10_000_000, words=['word'] * 1_000_000)\n        step.update("
+    command.script(SCRIPT.replace("        step.update(", longest))
+    command.train("out", "--set=steps=2")
+    lines = [line["log"] for line in read(command.folder / "out" / "timeline" / "rank-0.jsonl") if "log" in line]
+    assert lines[0] == {"text": "é" * 999 + "…", "words": str(["word"] * 1000)[:999] + "…"}
+    assert result(command, "out")["text"] == "é" * 999 + "…"
+    assert (command.folder / "out" / "report.html").stat().st_size < 1_000_000

@@ -144,6 +144,12 @@ def test_the_fields_of_a_line(clock: FakeClock) -> None:
     assert last == "step 81/200  loss 2.3457  lr 0.0003  512 samples/s  data wait 10%  412 MB  0:15 left"
 
 
+def test_a_logged_text_is_short_and_one_line(clock: FakeClock) -> None:
+    progress, stream = plain(clock)
+    progress.update(1, None, 1, clock, {"a": "x" * 1000, "b\n": "\x1b[2Jy\n", "c": ["z"] * 1000})
+    assert stream.getvalue() == f"step 1/200  a {'x' * 79}…  b   [2Jy   c {str(['z'] * 1000)[:79]}…  412 MB\n"
+
+
 def test_an_older_logged_value_is_shown_with_its_step(clock: FakeClock) -> None:
     progress, stream = plain(clock)
     for step in range(1, 4):

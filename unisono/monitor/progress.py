@@ -36,6 +36,8 @@ RECENT_SECONDS = 5.0
 """Speed and data wait cover at least this time, once a run is that old."""
 LONG_WAIT = 0.2
 """Share of time spent in waiting for data from which on it is highlighted."""
+LONGEST_TEXT = 80
+"""Characters of a logged text in the line."""
 MAX_SAMPLES = 512
 """Samples of the past that are kept; then every second one of the older half is dropped."""
 
@@ -192,7 +194,9 @@ class Progress:
         if loss is not None:
             fields.append(Field(1, f"loss {loss:.4f}"))
         for name, (value, at) in self._logged.items():
-            fields.append(Field(3, f"{name} {_short(value)}" + (f" at step {at}" if at <= self._drawn_before else "")))
+            fields.append(
+                Field(3, f"{_one_line(name)} {_short(value)}" + (f" at step {at}" if at <= self._drawn_before else ""))
+            )
         fields += self._speed(here)
         fields.append(Field(6, size(self._memory())))
         if (left := self._seconds_left(here)) is not None:
@@ -295,9 +299,17 @@ def _rate(per_second: float) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, (str, bool, int)):
+    if isinstance(value, (bool, int)):
         return str(value)
+    if isinstance(value, str):
+        return _one_line(value)
     try:
         return f"{float(value):.4g}"
     except (TypeError, ValueError, RuntimeError):
-        return str(value)
+        return _one_line(str(value))
+
+
+def _one_line(text: str) -> str:
+    """Return the beginning of a text, with spaces instead of ends of lines and other control characters."""
+    begin = f"{text[: LONGEST_TEXT - 1]}…" if len(text) > LONGEST_TEXT else text
+    return "".join(character if character.isprintable() else " " for character in begin)

@@ -35,7 +35,7 @@ from unisono.train.modules.buffer_sync import refuse_sync
 from unisono.train.pipelining.stage_timing import TimingExample
 from unisono.train.recording.media_recorder import MediaRecorder
 from unisono.train.recording.media_verbs import MediaVerbs
-from unisono.train.state.run_result import plain
+from unisono.train.state.run_result import as_entry, plain
 from unisono.train.step import Step
 
 if TYPE_CHECKING:
@@ -248,9 +248,12 @@ class Run(MediaVerbs, Generic[S]):
     # -- results
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
-        """Record values of this step in the timeline and the progress line. The last values go into result.json."""
+        """Record values of this step in the timeline and the progress line. The last values go into result.json.
+
+        Of a text, the first 999 characters are recorded. For longer ones there is `run.log_text`.
+        """
         logged = {str(name): plain(value) for name, value in {**(values or {}), **named}.items()}
-        self.context.monitor.log(logged)
+        self.context.monitor.log({name: as_entry(value) for name, value in logged.items()})
         self.context.progress.results.update(logged)
 
     def print(self, *values: Any) -> None:

@@ -17,14 +17,27 @@ from unisono.train.guarantees.promise import promise
 from unisono.train.recovery.survival import may_survive, survival_of
 from unisono.train.state.run_progress import Progress
 
+LONGEST_TEXT = 1000
+"""Characters of a logged text. run.log_text records a longer one."""
+
 
 def plain(value: Any) -> Any:
-    """Return a number of torch or numpy as one of Python's own, and an integer that no float holds as infinity."""
+    """Return a number of torch or numpy as one of Python's own.
+
+    An integer that no float holds becomes infinity, and a long text is shortened.
+    """
     number = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     value = value.item() if number else value
     if isinstance(value, int) and abs(value) > sys.float_info.max:  # readers take numbers as float
         value = math.inf if value > 0 else -math.inf
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        value = f"{value[: LONGEST_TEXT - 1]}…"
     return value
+
+
+def as_entry(value: Any) -> Any:
+    """Return a plain value for the timeline and the progress line: a list or a dictionary as text."""
+    return plain(str(value)) if isinstance(value, list | tuple | dict | set) else value
 
 
 def result(context: RunContext) -> dict[str, Any]:
