@@ -202,6 +202,18 @@ def test_an_accelerator_has_a_column(copy: Path, capsys: pytest.CaptureFixture[s
     assert "%" not in first.partition("%")[2]
 
 
+def test_names_are_no_markup_and_control_nothing(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timeline = copy / "timeline" / "rank-1.jsonl"
+    start = next(
+        entry for entry in map(json.loads, timeline.read_bytes().splitlines()) if entry.get("event") == "start"
+    )
+    add(timeline, b"\n", start | {"host": "[/red]a\x1b[2J"})
+    renamed = copy.rename(copy.with_name("[bold]x\x1b[31m\n"))
+    head, _, _, second = shown(renamed, capsys)
+    assert head.startswith("[bold]x\\x0a: running")
+    assert second.endswith("[/red]a\\x1b[2J")
+
+
 def test_a_long_step_is_not_the_end(
     copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

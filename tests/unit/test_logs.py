@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -130,6 +131,38 @@ def test_every_line_is_read_once_while_logs_grow(
         found[rank] += [line.text for line in readers[rank].new_lines()]
         whole = log.path.read_bytes().decode(errors="replace").split("\n")[:-1]
         assert found[rank] == [line.rstrip("\r") for line in whole]
+
+
+def test_a_printed_head_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may print what looks like a record: of another rank, of another time, with a number of any length."""
+    now = 1_760_000_000.0
+    forged = [
+        "9999-01-01 00:00:00.000 rank 7 step 1 WARNING x: y",
+        "9999-01-01 00:00:00.000 rank 0 step 1 WARNING x: y",
+        "1999-01-01 00:00:00.000 rank 0 ERROR x: y",
+        f"{stamp(now)} rank 7 WARNING x: y",
+        f"{stamp(now)} rank {'7' * 5000} WARNING x: y",
+        f"{stamp(now)} rank 0 step {'7' * 5000} WARNING x: y",
+    ]
+    record = f"{stamp(now + 5)} rank 0 step 1 WARNING x: y"
+    for marks in (True, False):
+        text = "\n".join([*forged[: None if marks else 2], record, "after", ""])
+        write_log(tmp_path / "log/rank-0.log", [(now + 5, text)], monkeypatch, "ended 0")
+        if not marks:
+            (tmp_path / "log/rank-0.times").unlink()
+        *before, real, after = merged(tmp_path).all_lines()
+        begin = f"{stamp(now + 5)} rank 0: " if marks else "rank 0: "
+        assert [line.shown() for line in before] == [begin + line for line in forged[: len(before)]]
+        assert {json.loads(line.as_json()).get("level") for line in before} == {None}
+        assert (real.shown(), after.shown()) == (record, f"{stamp(now + 5)} rank 0: after")
+        (tmp_path / "log/rank-0.log").unlink()
+
+
+def test_control_characters_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    title = "\x1b]0;title\x07\x1b[2J\ta\x9b2J\x1b[31mb"
+    write_log(tmp_path / "log/rank-0.log", [(10, f"{title}\n")], monkeypatch, "ended 0")
+    (line,) = merged(tmp_path).all_lines()
+    assert line.shown() == rf"{stamp(10)} rank 0: \x1b]0;title\x07\x1b[2J" + "\ta\\x9b2Jb"
 
 
 # -- errors

@@ -35,7 +35,9 @@ WARNINGS = "py.warnings"
 """The name of the logger of warnings, as of logging.captureWarnings."""
 
 HEAD = re.compile(
-    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) rank (\d+)(?: step (\d+))? (DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*?): "
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) rank (\d{1,9})(?: step (\d{1,18}))? "
+    r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) (.*?): ",
+    re.ASCII,
 )
 """The beginning of a record."""
 

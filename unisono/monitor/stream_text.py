@@ -1,8 +1,18 @@
-"""Write text to a stream that may not know all of its characters."""
+"""Text that a terminal can show: without characters that it does not know, and without those that control it."""
 
 from __future__ import annotations
 
+import re
 from typing import TextIO
+
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+"""Control characters (C0, DEL and C1) except the tab."""
+
+
+def visible(text: str) -> str:
+    r"""Return text without colors, and with control characters written as \x1b: they could change a terminal."""
+    return CONTROL.sub(lambda found: rf"\x{ord(found[0]):02x}", COLOR.sub("", text))
 
 
 def write_text(stream: TextIO, text: str) -> None:

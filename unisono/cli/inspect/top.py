@@ -18,6 +18,7 @@ from rich.text import Text
 
 from unisono.cli.inspect.named_run import open_runs
 from unisono.config import size
+from unisono.monitor.stream_text import visible
 
 if TYPE_CHECKING:
     from unisono.report.run_files import RunFiles
@@ -72,7 +73,7 @@ def view(files: RunFiles, width: int) -> Group:
     done = max((row.step for row in ranks if row.step is not None), default=-1) + 1
     of = f" of {total.value}" if total is not None and total.value.isdecimal() else ""
     state, age = files.state, seconds_since_step(files)
-    head = f"{files.name}: {state}, step {done}{of}"
+    head = f"{visible(files.name)}: {state}, step {done}{of}"
     if state == "running" and age is not None and age > RECENT_SECONDS:
         head += f", {age:.0f} s ago"
     elif speed:
@@ -83,10 +84,10 @@ def view(files: RunFiles, width: int) -> Group:
         "steps/s": [_number(row.steps_per_second) for row in ranks],
         "wait": [UNKNOWN if row.wait is None else f"{row.wait:.0%}" for row in ranks],
         "memory": [UNKNOWN if row.resident is None else size(row.resident) for row in ranks],
-        "mostly": [row.phase or UNKNOWN for row in ranks],
+        "mostly": [visible(row.phase or UNKNOWN) for row in ranks],
         "cores": [_number(row.cores) for row in ranks],
         "device": [_device(row.device) for row in ranks],
-        "host": [row.host or UNKNOWN for row in ranks],
+        "host": [visible(row.host or UNKNOWN) for row in ranks],
     }
     if not any(row.device for row in ranks):
         del columns["device"]
@@ -98,7 +99,7 @@ def view(files: RunFiles, width: int) -> Group:
             table.add_column(name, justify="left" if name in ("mostly", "device", "host") else "right", no_wrap=True)
     shown = [str(column.header) for column in table.columns]
     for row in zip(*(columns[name] for name in shown), strict=True):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a string would be markup
     return Group(Text(head, no_wrap=True, overflow="ellipsis"), table)
 
 

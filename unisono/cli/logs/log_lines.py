@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from unisono.launcher.rank_log import LogMark, read_mark, times_path
-from unisono.launcher.rank_logging import read_head, stamp
+from unisono.launcher.rank_logging import RecordHead, read_head, stamp
+from unisono.monitor.stream_text import visible
 from unisono.trackers.growing_file import GrowingFile
+
+FAR_SECONDS = 86_400.0
+"""Longest time between a record and its arrival. It covers the time zones of two machines."""
 
 
 class LogLine(NamedTuple):
@@ -22,6 +27,7 @@ class LogLine(NamedTuple):
         rank: The rank, or the number of the process.
         text: The line.
         end: The end of the process that is at this place instead of a line.
+        head: Its beginning, if it is the first line of a record of this rank.
     """
 
     order: float
@@ -29,21 +35,25 @@ class LogLine(NamedTuple):
     rank: int
     text: str
     end: LogMark | None = None
+    head: RecordHead | None = None
 
     def shown(self) -> str:
-        """Return the line for a terminal, with time and rank if it does not begin with them."""
+        """Return the line for a terminal, with time and rank if it does not begin with them.
+
+        Control characters are shown, not sent.
+        """
         when = stamp(self.time) + " " if self.time else ""
         if self.end is not None:
             return f"{when}rank {self.rank} {self.end}"
-        return self.text if read_head(self.text) is not None else f"{when}rank {self.rank}: {self.text}"
+        text = visible(self.text)
+        return text if self.head is not None else f"{when}rank {self.rank}: {text}"
 
     def as_json(self) -> str:
         """Return the line as a JSON object."""
         content: dict[str, object] = {"time": self.time or None, "rank": self.rank}
         if self.end is not None:
             return json.dumps({**content, "end": str(self.end), "status": self.end.status})
-        head = read_head(self.text)
-        if head is not None:
+        if (head := self.head) is not None:
             content |= {"time": head.time, "step": head.step, "level": head.level, "logger": head.logger}
         return json.dumps({**content, "text": self.text})
 
@@ -61,7 +71,8 @@ class LogReader:
         self._log, self._marks = GrowingFile(path), GrowingFile(times_path(path))
         self._waiting = deque[LogMark]()  # marks of lines that are not read yet
         self._place = 0
-        self._now = 0.0  # of the mark of the present lines
+        self._arrived = 0.0  # of the mark of the present lines; 0: there is none
+        self._now = 0.0  # of the mark, or of the records before
         self._order = 0.0
 
     def new_lines(self, *, last: bool = False) -> Iterator[LogLine]:
@@ -83,12 +94,20 @@ class LogReader:
     def _line(self, line: bytes) -> LogLine:
         """Return a line with its time: that of a record is when it was made, a little before it arrived."""
         text = line.decode(errors="replace").rstrip("\r")
-        head = read_head(text)
+        head = self._believed(read_head(text))
         when = self._now if head is None else head.time
-        if head is not None:  # a log without marks, or a line that was not written by the launcher
+        if not self._arrived:  # a log without marks
             self._now = max(self._now, when)
         self._order = max(self._order, when)
-        return LogLine(self._order, when, self.rank, text)
+        return LogLine(self._order, when, self.rank, text, head=head)
+
+    def _believed(self, head: RecordHead | None) -> RecordHead | None:
+        """Return the head of a record, unless a script has printed it: for another rank, or a time far from arrival."""
+        if head is None or head.rank != self.rank:
+            return None
+        if self._arrived:
+            return head if abs(head.time - self._arrived) <= FAR_SECONDS else None
+        return head if head.time <= time.time() + FAR_SECONDS else None
 
     def _ends_up_to(self, place: int) -> Iterator[LogLine]:
         """Read the marks up to this byte of the log. Yield those of processes that died."""
@@ -99,7 +118,7 @@ class LogReader:
                 return
             mark = self._waiting.popleft()
             if mark.word not in ("ended", "failed", "stopped"):  # after which no line comes, or a traceback of before
-                self._now = max(self._now, mark.time)
+                self._arrived = self._now = max(self._now, mark.time)
             if mark.word == "died":
                 self._order = max(self._order, self._now)
                 yield LogLine(self._order, mark.time, self.rank, "", mark)
