@@ -55,9 +55,10 @@ from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
-from unisono.report.closing_lines import WIDTH, closing_lines, read_result
+from unisono.report.closing_lines import WIDTH, closing_lines
 from unisono.report.findings.evidence import Finding
 from unisono.report.findings.find_all import find_all
+from unisono.report.result_file import read_result
 from unisono.report.run_files import RunFiles
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context

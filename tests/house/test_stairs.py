@@ -17,6 +17,7 @@ from unisono import _EXPORTS
 
 STEPS = {
     "errors": 0,
+    "json_forms": 1,
     "profiles": 1,
     "trackers": 1,
     "config": 2,
@@ -47,6 +48,7 @@ STEPS = {
 }
 WITHOUT_TORCH = (
     "errors",
+    "json_forms",
     "profiles",
     "trackers",
     "metrics",

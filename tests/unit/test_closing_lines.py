@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from unisono.errors import SettingsError
 from unisono.monitor.timeline import Timeline
 from unisono.phases import PHASES
-from unisono.report.closing_lines import closing_lines, lines_of, read_result, time_shares
+from unisono.report.closing_lines import closing_lines, lines_of, time_shares
 from unisono.report.findings.evidence import Finding
+from unisono.report.result_file import read_result
 from unisono.report.run_files import RunFiles
 from unisono.report.text_report import seconds_of, text_report
 

@@ -54,9 +54,36 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from unisono.json_forms import Form, fits, is_number, is_object, is_text, list_of, object_of, parse
+
+CORES = re.compile(r"(\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*)?")
+"""Numbers of cores, such as 0-3,8."""
+
+FACTS: Mapping[str, Form] = {
+    "host": is_text,
+    "cores": is_number,
+    "memory": is_object,
+    "cgroup": is_object,
+    "devices": list_of(is_object),
+}
+PROCESS: Mapping[str, Form] = {
+    **dict.fromkeys(("cpu", "delayed", "resident"), is_number),
+    "allowed": lambda value: isinstance(value, str) and CORES.fullmatch(value) is not None,
+    "workers": is_object,
+}
+SAMPLE: Mapping[str, Form] = {
+    "t": is_number,
+    "start": lambda value: isinstance(value, dict) and fits(value, FACTS),
+    **dict.fromkeys(("cores", "memory", "pressure", "cgroup"), is_object),
+    **dict.fromkeys(("disk", "network", "energy"), object_of(is_object)),
+    "processes": lambda value: object_of(is_process)(value) and all(map(is_rank, value)),
+    "devices": list_of(is_object),
+}
 
 MOST_BYTES = 45e6
 """Size of the file after `MOST_SECONDS`."""
@@ -108,7 +135,7 @@ def samples_path(run_dir: Path, host: str) -> Path:
 
 
 def read_samples(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a host's samples. A line that a crash or a full disk has cut off is skipped.
+    """Yield the lines of a host's samples. A line that a crash or a full disk has damaged is skipped.
 
     Args:
         path: The file.
@@ -121,9 +148,21 @@ def read_samples(path: Path, *, last_bytes: int | None = None) -> Iterator[dict[
             if start:
                 file.readline()
         for line in file:
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(entry, dict) and "t" in entry:
+            if (entry := valid_sample(line)) is not None:
                 yield entry
+
+
+def valid_sample(line: bytes) -> dict[str, Any] | None:
+    """Return a line of a host's samples; None for a line that is damaged."""
+    entry = parse(line, finite=True)
+    return entry if entry is not None and "t" in entry and fits(entry, SAMPLE) else None
+
+
+def is_process(value: Any) -> bool:
+    """Return whether a value has the form of a process in a sample."""
+    return isinstance(value, dict) and fits(value, PROCESS)
+
+
+def is_rank(name: str) -> bool:
+    """Return whether a text is the number of a rank."""
+    return name.isascii() and name.isdecimal() and len(name) < 10

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.machine.sample_file import read_samples
-from unisono.monitor import timeline
+from unisono.monitor.timeline import as_number
+from unisono.monitor.valid_lines import valid_line
 from unisono.trackers.growing_file import GrowingFile
 
 RECENT_SECONDS = 30.0
@@ -83,13 +84,13 @@ class RunNumbers:
         self._dead: dict[tuple[int, int], float] = {}  # when a death was reported, by step and rank
 
     def add(self, rank: int, entry: Mapping[str, Any]) -> None:
-        """Add a line of a rank's timeline, as `timeline.decode` returns it."""
+        """Add a line of a rank's timeline, as `valid_line` returns it."""
         if "seconds" in entry:
             self._add_step(rank, entry)
-        elif entry.get("event") == "start":
-            self.processes[rank] = RankProcess(str(entry["host"]), int(entry["pid"]), float(entry["t"]))
+        elif entry.get("event") == "start" and "host" in entry and "pid" in entry:
+            self.processes[rank] = RankProcess(entry["host"], entry["pid"], float(entry["t"]))
         elif entry.get("event") == "death":
-            self._add_deaths(int(entry["step"]), entry["ranks"], float(entry["t"]))
+            self._add_deaths(entry["step"], entry["ranks"], float(entry["t"]))
         elif "checkpoint" in entry:
             self.run["checkpoint"] = float(entry["checkpoint"])
         elif "promise" in entry:
@@ -106,10 +107,10 @@ class RunNumbers:
         self.run["samples"] += samples
         self.speed.add(samples, sum(entry["seconds"].values()))
         for name in ("loss", "lr", "grad_norm"):
-            if (value := timeline.as_number(entry.get(name))) is not None:
+            if (value := as_number(entry.get(name))) is not None:
                 self.run[name] = value
         for name, logged in entry.get("log", {}).items():
-            if (value := timeline.as_number(logged)) is not None:
+            if (value := as_number(logged)) is not None:
                 self.logged[name] = value
 
     def _add_deaths(self, step: int, ranks: list[int], time: float) -> None:
@@ -143,7 +144,7 @@ class TimelineFolder:
         for number_, file in sorted(self._files.items()):
             while lines := file.lines():
                 for line in lines:
-                    if (entry := timeline.decode(line)) is not None:
+                    if (entry := valid_line(line)) is not None:
                         self._numbers.add(number_, entry)
         for path in self._folder.glob("host-*.jsonl"):
             for sample in read_samples(path, last_bytes=LAST_BYTES):

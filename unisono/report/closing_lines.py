@@ -12,7 +12,6 @@ They are made from the files of a run directory, so also after a crash, or later
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -163,15 +162,6 @@ def lines_of(finding: Finding, *, evidence: bool = False, width: int = WIDTH) ->
     notes = f" ({', '.join([*gain, *other])})" if gain or other else ""
     first, *rest = textwrap.wrap(f"Next: {finding.advice}{notes}", width - 2, break_on_hyphens=False)
     return [*lines, f"  {first}", *(f"    {line}" for line in rest)]
-
-
-def read_result(run_dir: Path) -> dict[str, Any] | None:
-    """Return the content of result.json, or None if it cannot be read."""
-    try:
-        result = json.loads((run_dir / "result.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) else None
 
 
 def _steps(steps: int) -> str:

@@ -6,7 +6,6 @@ Each sample becomes numbers by chart and name: ("cpu", "host"), ("resident", "ra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.machine.sample_file import valid_sample
 from unisono.report.rank_series import NAN, Floats
 
 MOST = 300
@@ -87,16 +87,14 @@ class HostSeries:
         whole = data.rfind(b"\n") + 1
         self._at += whole
         for line in data[:whole].splitlines():
-            try:
-                sample = json.loads(line)
-                time = float(sample["t"])
-            except (ValueError, KeyError, TypeError):
+            sample = valid_sample(line)
+            if sample is None:
                 continue
-            if isinstance(sample.get("start"), dict):
+            if "start" in sample:
                 self.facts = sample["start"]
             else:
                 self.latest = sample
-                self._add(time, dict(numbers_of(sample, self.facts)))
+                self._add(float(sample["t"]), dict(numbers_of(sample, self.facts)))
         return whole > 0
 
     def _add(self, time: float, numbers: dict[Curve, float]) -> None:

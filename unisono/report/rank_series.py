@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unisono.monitor.timeline import as_number, decode
+from unisono.monitor.timeline import as_number
 from unisono.monitor.timeline_blocks import read_blocks
+from unisono.monitor.valid_lines import is_valid, is_valid_block, valid_line
 from unisono.phases import PHASES
 
 WHOLE_BYTES = 4 << 20
@@ -93,12 +94,15 @@ class RankSeries:
         self._columns = None
         if size - self._at > WHOLE_BYTES:
             for block in read_blocks(self.path.with_suffix(".blocks")):
+                if not is_valid_block(block):
+                    continue
                 start, end = block["bytes"]
                 if start < self._at or end > size:
                     continue
                 self._read_lines(self._at, start)
                 for event in block.get("events", ()):
-                    self._add_event(event)
+                    if is_valid(event):
+                        self._add_event(event)
                 self._add(_row_of_block(block), (start, end))
                 self._at = end
         self._read_lines(self._at, size)
@@ -114,7 +118,7 @@ class RankSeries:
         whole = data.rfind(b"\n") + 1
         at = start
         for line in data[:whole].splitlines(keepends=True):
-            entry = decode(line)
+            entry = valid_line(line)
             if entry is None:
                 pass
             elif "seconds" in entry:
@@ -141,7 +145,7 @@ class RankSeries:
                 with self.path.open("rb") as file:
                     file.seek(start)
                     lines = file.read(end - start).splitlines()
-                entries = [entry for entry in map(decode, lines) if entry is not None and "seconds" in entry]
+                entries = [entry for entry in map(valid_line, lines) if entry is not None and "seconds" in entry]
                 for entry in entries:
                     if entry["step"] < again:
                         self._add(_row_of_line(entry), (start, start))
@@ -299,5 +303,5 @@ def _row_of_block(block: Mapping[str, Any]) -> Row | None:
             float(block.get("weight", NAN)),
             {name: (float(low), float(high), float(end)) for name, (low, high, end) in named.items()},
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

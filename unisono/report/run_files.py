@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.config.toml_file import flat_items
 from unisono.errors import Problem, SettingsError
+from unisono.json_forms import Form, fits, is_count, is_size, parse
+from unisono.machine.sample_file import valid_sample
 from unisono.report.host_series import HostSeries
 from unisono.report.rank_series import RankSeries
+from unisono.report.result_file import read_result
 
 LOG_BYTES = 16 << 10
 """Bytes at the end of a log that are read, if there are few logs."""
@@ -25,6 +27,13 @@ LOG_LINES, LINE_CHARACTERS = 40, 400
 
 HOST_BYTES = 4 << 20
 """Size of a host's samples from which on only evenly chosen ones are read: some 7000."""
+
+COUNTS: Mapping[str, Form] = {
+    **dict.fromkeys(("batch", "virtual_ranks", "micro_batch"), lambda value: value == "none" or is_size(value)),
+    **dict.fromkeys(("loader.workers", "checkpoint.every"), is_count),
+    **dict.fromkeys(("parallel.shard", "parallel.pipeline"), lambda value: value == -1 or is_size(value)),
+}
+"""Settings from which findings compute."""
 
 FRESH_SECONDS = 30.0
 """A run without result.json has ended without one if its timelines, samples of hosts and settings are all older."""
@@ -77,7 +86,7 @@ class RunFiles:
     @property
     def result(self) -> dict[str, Any]:
         """The content of result.json; {}: there is none yet."""
-        return _json(self.path / "result.json")
+        return read_result(self.path) or {}
 
     @property
     def flops(self) -> dict[str, Any]:
@@ -95,7 +104,9 @@ class RunFiles:
         try:
             text = (self.path / "settings.toml").read_text(encoding="utf-8")
             values = dict(flat_items(tomllib.loads(text)))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
+            return {}
+        if not fits(values, COUNTS):
             return {}
         sources = {}
         for line in text.splitlines():
@@ -132,7 +143,7 @@ class RunFiles:
                 continue
             stride = -(-file.stat().st_size // HOST_BYTES)
             chosen = [line for i, line in enumerate(lines) if i % stride == 0 or b'"start":' in line]
-            samples = [sample for line in chosen if (sample := _object(line)).get("t")]
+            samples = [sample for line in chosen if (sample := valid_sample(line)) is not None]
             found[file.stem.removeprefix("host-")] = samples
         return found
 
@@ -193,17 +204,9 @@ def _modified(path: Path) -> float:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return _object(path.read_bytes())
+        return parse(path.read_bytes()) or {}
     except OSError:
         return {}
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unisono.monitor.timeline import as_number
 from unisono.monitor.timeline import read as read_timeline
+from unisono.monitor.valid_lines import is_valid
 from unisono.report.run_files import RunFiles, is_run
 
 TAIL_BYTES = 8 << 10
@@ -51,12 +52,13 @@ def row_of(run: RunFiles) -> dict[str, Any]:
     result, steps, loss, total = run.result, 0, None, None
     for path in (run.path / "timeline").glob("rank-*.jsonl"):
         try:
-            last = [entry for entry in read_timeline(path, last_bytes=TAIL_BYTES) if "seconds" in entry]
-            first = next(read_timeline(path), {})
-        except OSError:
+            lines = [entry for entry in read_timeline(path, last_bytes=TAIL_BYTES) if is_valid(entry)]
+            first = next(filter(is_valid, read_timeline(path)), {})
+        except (OSError, OverflowError, RecursionError):
             continue
+        last = [entry for entry in lines if "seconds" in entry]
         total = total or first.get("total")
-        if last and isinstance(last[-1].get("step"), int) and last[-1]["step"] >= steps:
+        if last and last[-1]["step"] >= steps:
             steps, loss = last[-1]["step"] + 1, as_number(last[-1].get("loss"))
     setting = run.settings.get("steps")
     if total is None and setting is not None and setting.value.isdecimal():

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.toml_file import flat_items
-from unisono.monitor.timeline import as_number, decode
+from unisono.json_forms import parse
+from unisono.monitor.timeline import as_number
+from unisono.monitor.valid_lines import valid_line
 from unisono.trackers.growing_file import GrowingFile, input_ended
 from unisono.trackers.registry import build_tracker, names_of
 from unisono.trackers.tracker import Media, TrackedRun, Tracker
@@ -159,7 +161,7 @@ class Feed:
 
     def line(self, line: bytes) -> None:
         """Send a line. Lines that a crash has cut off, and events that no tracker records, are left out."""
-        entry = decode(line) or {}
+        entry = valid_line(line) or {}
         if "media" in entry:
             self._unsent.add(entry)
         elif "resumed_at" in entry:
@@ -219,14 +221,21 @@ class TrackingFile:
 
 
 def describe_run(run_dir: Path, run_id: str) -> TrackedRun:
-    """Return what trackers need to know of a run."""
-    settings = tomllib.loads(_text(run_dir / "settings.toml"))
-    environment = json.loads(_text(run_dir / "environment.json") or "{}")
-    return TrackedRun(run_dir, run_dir.name, run_id, dict(flat_items(settings)), environment)
+    """Return what trackers need to know of a run. A file that is damaged counts as absent."""
+    try:
+        settings = tomllib.loads(_text(run_dir / "settings.toml"))
+    except ValueError:
+        settings = {}
+    return TrackedRun(run_dir, run_dir.name, run_id, dict(flat_items(settings)), _json(run_dir / "environment.json"))
 
 
 def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a file; {}: there is none, or the file is damaged."""
+    return (parse(path.read_bytes()) if path.exists() else None) or {}
 
 
 def follow(path: Path, feed: Feed) -> None:
@@ -266,7 +275,7 @@ def _follow_run(run_dir: Path, timeline: Path, track: str) -> None:
     run = describe_run(run_dir, known.id)
     feed = Feed([SafeTracker(name, run) for name in names_of(track)], Unsent(run_dir), known.finished)
     follow(timeline, feed)
-    feed.finish(json.loads(_text(result)) if _modified(result) != began else {})
+    feed.finish(_json(result) if _modified(result) != began else {})
     with contextlib.suppress(OSError):  # a full disk, which a tracker has reported
         known.write()
 
