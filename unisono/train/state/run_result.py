@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -19,6 +20,17 @@ from unisono.train.state.run_progress import Progress
 
 LONGEST_TEXT = 1000
 """Characters of a logged text. run.log_text records a longer one."""
+RESERVED = frozenset(
+    {
+        *("loss", "steps", "resumed_at", "samples", "seconds", "samples_per_second", "ranks", "virtual_ranks"),
+        *("promise", "reason", "verified_steps", "survival", "weights_sha256", "stopped", "phases", "skipped"),
+        *("bytes_per_step", "bytes_uncompressed", "bytes_sent", "bytes_received", "bytes_source"),
+        *("device", "energy", "cuda_graphs", "deaths", "joined", "worker_restarts", "assignments", "claimed_steps"),
+        *("audits", "sites", "servers", "lost_workers", "late_mean", "late_most"),
+        *("handed_out_again", "dropped_gradients"),
+    }
+)
+"""Names of entries of result.json, also of those that a run does not have."""
 
 
 def plain(value: Any) -> Any:
@@ -69,10 +81,17 @@ def result(context: RunContext) -> dict[str, Any]:
     }
     known |= context.loop.result()
     logged = {name: _json(v) for name, v in progress.results.items() if isinstance(v, (int, float, str, bool))}
-    return {  # a value that the loop logged by the name of an entry ("loss", by an evaluation) gets another name
-        **{f"logged_{name}" if name in known else name: v for name, v in logged.items() if v != known.get(name)},
-        **known,
-    }
+    return with_logged(known, logged)
+
+
+def with_logged(known: Mapping[str, Any], logged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a run together with the values that its loop logged.
+
+    A value by the name of an entry ("loss", by an evaluation) becomes `logged_NAME`, unless it is that of the entry.
+    """
+    taken = RESERVED | known.keys()
+    others = {name: value for name, value in logged.items() if name not in known or value != known[name]}
+    return {**{f"logged_{name}" if name in taken else name: value for name, value in others.items()}, **known}
 
 
 def _json(value: float | str) -> float | str | None:
