@@ -172,11 +172,13 @@ def test_a_narrow_terminal_leaves_the_last_columns_out(
     assert counts[-1] == 3
 
 
-def test_damaged_files_cost_only_their_own_numbers(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_lines_are_skipped(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (host,) = copy.glob("timeline/host-*.jsonl")
     garbage = (b'\xff\xfe{"t": 1\n[1]\n5\n', b'\n{"seconds": 5}\n{"step": "x", "seconds": {}, "t": 1}\n')
     add(host, b"\n", *garbage, {"t": time.time(), "processes": [1], "devices": 5})
     add(host, {"t": time.time(), "processes": {"0": 7, "1": {"resident": "x", "cpu": 1.5}}, "devices": [3]})
+    assert float(shown(copy, capsys)[2].split()[4]) > 50, "the memory of rank 0 in the sample before"
+    add(host, {"t": time.time(), "processes": {"1": {"cpu": 1.5}}})
     add(copy / "timeline" / "rank-1.jsonl", b"\n", *garbage, b'{"step":')
     head, names, first, second = shown(copy, capsys)
     assert head.startswith("copy: running, step ")
