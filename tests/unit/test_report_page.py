@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.report_size import BEGAN, write_run
 from unisono.report.host_series import MOST, HostSeries, host_charts
+from unisono.report.rank_table import ranks_now
 from unisono.report.report_data import report_data
 from unisono.report.report_page import LARGEST, json_of, run_page, write_report
 from unisono.report.run_comparison import comparison, comparison_page
@@ -185,3 +186,27 @@ def test_runs_are_compared(run_dir: Path, tmp_path: Path) -> None:
     assert found["fingerprints"] == 1
     page = comparison_page([opened(run_dir), opened(other)])
     assert len(data_of(page)["content"]["runs"]) == 2
+
+
+def test_the_clock_is_set_back_by_an_hour(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "timeline"
+    folder.mkdir(parents=True)
+
+    def at(i: int, count: int) -> float:
+        return BEGAN + i - (3600 if i >= count / 2 else 0)
+
+    steps = [{"step": i, "t": at(i, 100), "us": [0, 0, 900_000], "samples": 8, "loss": 1.0} for i in range(100)]
+    samples = [{"t": at(2 * i, 100), "cpu": 0.25 if i < 25 else 0.75} for i in range(50)]
+    for name, lines in (("rank-0", steps), ("host-a", samples)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = report_data(opened(tmp_path / "run"))
+    assert run["time"] == sorted(run["time"])
+    assert 0 <= run["time"][0] < run["time"][-1] < 100
+    assert None not in run["rate"]["samples"]
+    assert run["rate"]["samples"][-1] == pytest.approx(8 / 0.9, rel=1e-3)
+    host = run["hosts"]["a"]
+    assert host["time"] == sorted(host["time"])
+    busy = next(chart for chart in host["charts"] if chart["id"] == "cpu")["curves"]["busy"]
+    assert (busy[0], busy[-1]) == (0.25, 0.75)
+    assert None not in busy
+    assert ranks_now(opened(tmp_path / "run"))[0].steps_per_second == pytest.approx(1 / 0.9)

@@ -58,7 +58,7 @@ class HostSeries:
         path: The file of the samples.
 
     Attributes:
-        rows: In the order of time.
+        rows: In the order of time. After the clock was set back, they have the greatest time before.
         facts: What the sampler wrote at its last start: cores, memory, devices.
         latest: The last sample, as it is in the file.
     """
@@ -99,6 +99,7 @@ class HostSeries:
 
     def _add(self, time: float, numbers: dict[Curve, float]) -> None:
         last = self.rows[-1] if self.rows else None
+        time = time if last is None else max(time, last.time)  # the clock may be set back
         if last is not None and last.count < self._merge:
             self.rows[-1] = _merged(last, Row(1, time, numbers))
             return

@@ -90,8 +90,8 @@ def _row(files: RunFiles, rank: int, newest: Mapping[str, Numbers]) -> RankNow:
 
 
 def _recent(rows: list[Any]) -> list[Any]:
-    """Return the rows of the last seconds."""
-    return [row for row in rows[-400:] if row.time >= rows[-1].time - RECENT_SECONDS]
+    """Return the rows of the last seconds. Rows with a later time are older: the clock was set back."""
+    return [row for row in rows[-400:] if 0 <= rows[-1].time - row.time <= RECENT_SECONDS]
 
 
 def _newest(series: HostSeries) -> Numbers:

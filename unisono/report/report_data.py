@@ -41,7 +41,7 @@ def report_data(files: RunFiles, *, most: int = BUCKETS) -> dict[str, Any]:
     `findings`, and, if the run has steps:
 
         began         when the first step began, in seconds since 1970
-        steps, time   the last step of each bucket, and seconds from `began` to its end
+        steps, time   the last step of each bucket, and seconds from `began` to its end, which never decrease
         values        {name: {"last": [...]}} of loss, lr, grad_norm and log.NAME; "low" and "high" where they differ
         phases        {phase: mean seconds of a step, over all ranks}; wait: of them in waiting for messages
         ranks         fastest, median, slowest: seconds of a step without waiting; slowest_rank; longest step
@@ -77,8 +77,10 @@ def _series(files: RunFiles, columns: Mapping[int, RankColumns], most: int) -> d
     ranks = {rank: rank_buckets(each, buckets) for rank, each in columns.items()}
     began = _began(main)
     mean = _nan_mean([each.seconds for each in ranks.values()])
-    time = rank_buckets(main, buckets).time
+    own = rank_buckets(main, buckets)
+    time = np.fmax.accumulate(own.time)  # the clock may be set back
     elapsed = np.diff(time, prepend=began)
+    elapsed = np.where(elapsed > 0, elapsed, own.total * own.steps)
     samples = sum_buckets(main, main.samples, buckets)
     weight = sum_buckets(main, np.where(np.isnan(main.weight), main.samples, main.weight), buckets)
     speed = _rate(samples, elapsed)
