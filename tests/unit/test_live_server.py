@@ -6,7 +6,9 @@ import gzip
 import http.client
 import json
 import shutil
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,32 @@ def test_a_growing_run_has_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert len(json.loads(answer.text)["content"]["steps"]) == step + 1
         assert len(set(versions)) == 3
     line.close()
+
+
+def test_many_connections_may_wait(runs: Path) -> None:
+    with LiveServer(runs) as server:  # which accepts none yet
+        waiting = [socket.create_connection(("127.0.0.1", server.server_port), timeout=5) for _ in range(100)]
+        for connection in waiting:
+            connection.close()
+
+
+def test_a_connection_that_never_sends_or_never_reads_is_closed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.server.RequestHandlerClass.timeout <= 10
+    monkeypatch.setattr(client.server.RequestHandlerClass, "timeout", 0.2)
+    before = threading.active_count()
+    request = f"GET /?{client.query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    silent = [socket.create_connection(("127.0.0.1", client.server.server_port), timeout=20) for _ in range(20)]
+    for i, connection in enumerate(silent):
+        connection.sendall(request * 300 if i % 2 else request[:20])  # 300 pages do not fit in the buffers
+    until = time.monotonic() + 20
+    while threading.active_count() <= before:
+        time.sleep(0.01)
+    while threading.active_count() > before:
+        assert time.monotonic() < until, "threads wait for silent connections"
+        time.sleep(0.05)
+    assert silent[0].recv(1) == b"", "the server has closed it"
+    for connection in silent:
+        connection.close()
+    assert client.get(f"/?{client.query}")[0] == 200

@@ -23,8 +23,11 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 from unisono.report.live.live_data import LiveData
 from unisono.report.report_page import page_around
 
-IDLE_SECONDS = 30.0
-"""A connection that is silent for longer is closed."""
+IDLE_SECONDS = 10.0
+"""A connection that sends or reads nothing for longer is closed, so that it does not hold a thread."""
+
+PART_BYTES = 1 << 16
+"""Bytes that a browser must read within this time, so that a slow one gets its answer."""
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -40,6 +43,7 @@ class LiveServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # connections that may wait for the server
     allow_reuse_address = True
 
     def __init__(self, path: Path, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -135,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        for start in range(0, len(content), PART_BYTES):
+            self.wfile.write(content[start : start + PART_BYTES])
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  (as the base class names it)
         """Print nothing for a request."""
