@@ -184,6 +184,39 @@ def test_runs_are_compared(browser: Any, tmp_path: Path) -> None:
     context.close()
 
 
+def test_sixteen_runs_look_different(browser: Any, tmp_path: Path) -> None:
+    files = [RunFiles(write_run(tmp_path / f"run{i}", ranks=1, steps=50)) for i in range(17)]
+    for each in files:
+        each.read()
+    path = tmp_path / "all.html"
+    write_page(path, comparison_page(files))
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    tab = Tab.open(context, path.as_uri())
+    first = "[...view.charts.values()][0]"
+    tab.wait(f"{first}.plot")
+    looks = tab.page.evaluate(f"{first}.plot.series.slice(1).map((s) => JSON.stringify([s.stroke(), s.dash]))")
+    assert len(set(looks)) == len(files)
+    for place in (".legend:first-of-type .chip i", "#overview .swatch, h1 ~ * .swatch"):
+        marks = tab.page.evaluate(
+            f"[...document.querySelectorAll('{place}')].slice(0, 17).map((e) => getComputedStyle(e).background)"
+        )
+        assert len(set(marks)) == len(files), place
+    heads = tab.page.locator("table").first.locator("thead th").all_inner_texts()
+    assert "time" in heads
+    assert "seconds" not in heads
+    assert tab.errors == []
+    context.close()
+
+
+def test_the_start_of_a_run_has_its_time_zone(browser: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one", ranks=1, steps=5)
+    (run / "environment.json").write_text(json.dumps({"command": "train", "started": "2026-11-25 17:24:40+0000"}))
+    context = browser.new_context()
+    tab = Tab.open(context, write_report(run).as_uri())
+    assert "2026-11-25 17:24:40 UTC" in tab.page.locator("p.command").first.inner_text()
+    context.close()
+
+
 TRAIN = """
 import torch
 from torch import nn

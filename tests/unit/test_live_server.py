@@ -176,8 +176,9 @@ def test_many_connections_may_wait(runs: Path) -> None:
 def test_a_connection_that_never_sends_or_never_reads_is_closed(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert client.server.RequestHandlerClass.timeout <= 10
-    monkeypatch.setattr(client.server.RequestHandlerClass, "timeout", 0.2)
+    handler: Any = client.server.RequestHandlerClass
+    assert handler.timeout <= 10
+    monkeypatch.setattr(handler, "timeout", 0.2)
     before = threading.active_count()
     request = f"GET /?{client.query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
     silent = [socket.create_connection(("127.0.0.1", client.server.server_port), timeout=20) for _ in range(20)]

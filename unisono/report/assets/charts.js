@@ -12,6 +12,8 @@ const view = {
   changed: () => {},
 };
 
+const DASHES = [undefined, [9, 5], [2, 4]]; // of curves beyond the number of colors; page.css has the same of their names
+
 const COMMON = new Set(["checkpoint", "evaluation"]); // events that are short ticks; others are lines
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -96,7 +98,7 @@ const sizes = new ResizeObserver((entries) => {
 });
 addEventListener("beforeprint", () => { for (const chart of view.charts.values()) chart.approach(true); });
 
-/* A chart of: {id, title, note, unit, steps, time, curves: [{name, color, values, low, high}], stacked, zero, log}. */
+/* A chart of: {id, title, note, unit, steps, time, curves: [{name, color, dash, values, low, high}], stacked, zero, log}. */
 class Chart {
   constructor(id) {
     this.hidden = new Set();
@@ -143,7 +145,7 @@ class Chart {
       this.chips = spec.curves.map((curve) => {
         const value = el("b");
         const chip = el("button", {
-          type: "button", class: "chip", "aria-pressed": "true", style: { "--color": `var(${curve.color})` },
+          type: "button", class: `chip dash${curve.dash || 0}`, "aria-pressed": "true", style: { "--color": `var(${curve.color})` },
           on: { click: () => this.toggle(curve.name, chip) },
         }, el("i"), curve.name, " ", value);
         chip.value_ = value;
@@ -199,7 +201,7 @@ class Chart {
       }
       data.push(curve.values);
       series.push({
-        stroke: () => css(curve.color), spanGaps: true, 
+        stroke: () => css(curve.color), dash: DASHES[curve.dash || 0], spanGaps: true,
         width: this.spec.isOverlay ? 1.75 + Math.min(3, 1.25 * (this.shown.length - 1 - i)) : 1.75, // equal curves stay visible
         points: { show: known <= 40, size: 5, fill: () => css(curve.color) },
       });

@@ -21,7 +21,7 @@ class ComparePage extends RunPage {
       return Chart.of({ id, title, unit, steps, isOverlay: true, ...more, curves: known.map((run) => {
         const column = Array(steps.length).fill(null), own = values(run);
         run.steps.forEach((step, i) => { column[places.get(step)] = own[i]; });
-        return { name: run.name, color: this.color(runs, run), values: column };
+        return { name: run.name, color: this.color(runs, run), dash: this.dash(runs, run), values: column };
       }) });
     };
     return [
@@ -39,14 +39,16 @@ class ComparePage extends RunPage {
 
   color(runs, run) { return CURVES[runs.indexOf(run) % CURVES.length]; }
 
-  key(runs, run) { return el("i", { class: "swatch", style: { background: `var(${this.color(runs, run)})` } }); }
+  dash(runs, run) { return Math.floor(runs.indexOf(run) / CURVES.length) % DASHES.length; }
+
+  key(runs, run) { return el("i", { class: `swatch dash${this.dash(runs, run)}`, style: { "--color": `var(${this.color(runs, run)})` } }); }
 
   overview(runs, fingerprints) {
     const same = runs.every((run) => run.result.weights_sha256) && fingerprints === 1;
     return [
       el("h1", {}, `${plural(runs.length, "run")} compared`),
       el("p", { class: "command soft" }, same ? "All have the same fingerprint: equal weights, to the last bit." : fingerprints > 1 ? `They have ${fingerprints} different fingerprints.` : ""),
-      table(["run", "state", "steps", "loss", "seconds", "samples/s", "ranks", "promise", "fingerprint"], runs.map((run) => el("tr", {},
+      table(["run", "state", "steps", "loss", "time", "samples/s", "ranks", "promise", "fingerprint"], runs.map((run) => el("tr", {},
         el("th", { scope: "row", class: "text" }, this.key(runs, run), run.name), el("td", { class: "text" }, run.state),
         el("td", {}, format.count(run.result.steps ?? (run.steps ? run.steps.at(-1) + 1 : 0))), el("td", {}, format.number(run.result.loss ?? run.values?.loss?.last.at(-1))),
         el("td", {}, format.duration(run.result.seconds ?? run.time?.at(-1))), el("td", {}, run.result.samples_per_second ? format.rate(run.result.samples_per_second) : UNKNOWN),

@@ -89,7 +89,7 @@ class RunPage {
     ].filter((fact) => fact && fact[1] != null);
     return [
       el("h1", {}, run.name, el("span", { class: `state ${run.state.split(" ")[0]}` }, run.state)),
-      el("p", { class: "command" }, el("code", {}, environment.command || run.path), environment.started && el("span", { class: "soft" }, ` ${environment.started.replace(/\+0000$/, "UTC")}`)),
+      el("p", { class: "command" }, el("code", {}, environment.command || run.path), environment.started && el("span", { class: "soft" }, ` ${environment.started.replace(/ ?\+0000$/, " UTC")}`)),
       run.total > 0 && done < run.total && run.state === "running" && el("progress", { max: run.total, value: done, "aria-label": `${done} of ${run.total} steps` }),
       el("dl", { class: "facts" }, facts.map(([name, value, title]) => el("div", {}, el("dt", {}, name), el("dd", { title }, value)))),
       result.weights_sha256 && el("p", { class: "fingerprint" }, el("span", { class: "soft" }, "fingerprint "), el("code", {}, result.weights_sha256)),
