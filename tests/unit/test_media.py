@@ -150,3 +150,21 @@ def test_a_full_disk_is_one_note(tmp_path: Path) -> None:
     media.text("a", "words" * 10_000)
     assert notes == ["The text 'a' is not recorded: No space left on device. Training continues."]
     assert events == []
+
+
+def test_names_that_some_trackers_cannot_store_are_changed_with_one_note(tmp_path: Path) -> None:
+    media, events, notes = recorder(tmp_path)
+    names = ["a" * 5000, "a" * 4999 + "b", "é" * 150, "../../x", "/etc/x", "a//b", ".", "", "a\0b", "\ud800"]
+    for name in names:
+        media.text(name, "words")
+        media.histogram(name, [1.0], 1)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"The text {'a' * 40!r}... is recorded as {'a' * 40!r}..., because a name ")
+    found = [event["name"] for event in events]
+    assert len(set(found)) == len(names) - 1, "of all, only . and the empty name become one"
+    assert all(len(name.encode()) <= 90 and not {"", ".", ".."} & set(name.split("/")) for name in found)
+    assert all(name.isprintable() for name in found)
+    assert found[6:12:2] == ["_/_/x", "_/etc/x", "a/_/b"]
+    assert all((tmp_path / event["file"]).is_file() for event in events if "file" in event)
+    media.text("val/sample 1", "words")
+    assert (events[-1]["name"], len(notes)) == ("val/sample 1", 1)

@@ -29,8 +29,17 @@ if TYPE_CHECKING:
     from unisono.train.context import RunContext
     from unisono.train.step_state import StepState
 
-NAME_BYTES = 200
+FOLDER_BYTES = 200
 """Longest name of a folder; file systems allow 255 bytes."""
+
+NAME_BYTES = 90
+"""Longest name of media. W&B puts 37 characters before that of a table, and allows 128."""
+
+NAME_RULE = f"a name has at most {NAME_BYTES} bytes, all printable, and no empty part, '.' or '..'"
+"""What all trackers can store."""
+
+SHOWN = 40
+"""Characters of a name in a note."""
 
 
 class MediaRecorder(Extension):
@@ -69,13 +78,13 @@ class MediaRecorder(Extension):
 
     def histogram(self, name: str, values: Any, bins: int) -> None:
         """Record a histogram of all finite values."""
-        self._attempt("histogram", name, lambda step: histogram_of(values, bins))
+        self._attempt("histogram", name, lambda step, stored: histogram_of(values, bins))
 
     def _record(self, kind: str, name: str, build: Callable[[], bytes], suffix: str) -> None:
         """Write a file of this content, and its event."""
 
-        def write(step: int) -> Mapping[str, Any]:
-            content, file = build(), Path("media", folder_of(name), f"{step}.{suffix}")
+        def write(step: int, stored: str) -> Mapping[str, Any]:
+            content, file = build(), Path("media", folder_of(stored), f"{step}.{suffix}")
             path = self._context.run_dir / file
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f".{path.name}.part")
@@ -85,20 +94,23 @@ class MediaRecorder(Extension):
 
         self._attempt(kind, name, write)
 
-    def _attempt(self, kind: str, name: str, record: Callable[[int], Mapping[str, Any]]) -> None:
-        """Record something on the main process. An error is a note."""
+    def _attempt(self, kind: str, name: str, record: Callable[[int, str], Mapping[str, Any]]) -> None:
+        """Record something on the main process: of a step, by a name. An error is a note."""
         context = self._context
         if context.group.rank or context.waits or context.world.dry:
             return
         progress = context.progress
         step = max(progress.steps_done, progress.step.number if progress.step is not None else 0)
+        stored = storable(str(name))
         try:
-            values = record(step)
+            values = record(step, stored)
         except Exception as error:
             problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             self._note(f"{kind} {name!r}", problem.strip().partition("\n")[0] or type(error).__name__)
             return
-        event = {"media": kind, "name": str(name), "step": step, **values}
+        if stored != str(name):
+            self._note_name(kind, str(name), stored)
+        event = {"media": kind, "name": stored, "step": step, **values}
         if progress.began is None:
             self._early.append(event)
         else:
@@ -109,9 +121,31 @@ class MediaRecorder(Extension):
             self._notes.add(problem)
             self._context.monitor.note(f"The {what} is not recorded: {problem.rstrip('.')}. Training continues.")
 
+    def _note_name(self, kind: str, name: str, stored: str) -> None:
+        """Note once that a name was changed."""
+        if NAME_RULE not in self._notes:
+            self._notes.add(NAME_RULE)
+            self._context.monitor.note(
+                f"The {kind} {_shortened(name)} is recorded as {_shortened(stored)}, because {NAME_RULE}."
+            )
+
     def before_step(self, step: StepState) -> None:
         while self._early:
             self._context.monitor.event(self._early.pop(0))
+
+
+def storable(name: str) -> str:
+    """Return a name that all trackers can store: `NAME_RULE`. Different long names stay different."""
+    printable = "".join(letter if letter.isprintable() else f"_{ord(letter):x}_" for letter in name)
+    found = "/".join("_" if part in ("", ".", "..") else part for part in printable.split("/"))
+    if len(found.encode()) <= NAME_BYTES:
+        return found
+    mark = f"-{crc32(found.encode()):08x}"
+    return found.encode()[: NAME_BYTES - len(mark)].decode(errors="ignore") + mark
+
+
+def _shortened(name: str) -> str:
+    return repr(name) if len(name) <= SHOWN else f"{name[:SHOWN]!r}..."
 
 
 def folder_of(name: str) -> str:
@@ -119,8 +153,8 @@ def folder_of(name: str) -> str:
     folder = quote(str(name), safe=" ")
     if folder.startswith("."):
         folder = "%2E" + folder[1:]
-    if len(folder) > NAME_BYTES:
-        folder = f"{folder[:NAME_BYTES]}-{crc32(str(name).encode()):08x}"
+    if len(folder) > FOLDER_BYTES:
+        folder = f"{folder[:FOLDER_BYTES]}-{crc32(str(name).encode()):08x}"
     return folder or "%"
 
 
