@@ -177,7 +177,7 @@ class Evidence:
     @cached_property
     def samples_per_epoch(self) -> int:
         """The number of samples in an epoch; 0 if it is unknown."""
-        return max((int(start.get("samples_per_epoch", 0)) for start in self.starts.values()), default=0)
+        return max((int(start.get("samples_per_epoch") or 0) for start in self.starts.values()), default=0)
 
     def warm_up(self, rank: int) -> int:
         """Return how many lines at the beginning of a rank's timeline are left out."""
