@@ -19,6 +19,7 @@ import unisono
 from unisono.environment import ONE_EACH, DeviceAssignment, World, draws_live_lines, inherited, variables
 from unisono.launcher.elastic_policy import ElasticLauncher, socket_folder
 from unisono.launcher.hang_watcher import HangWatcher
+from unisono.launcher.hosts.cluster import Cluster
 from unisono.launcher.supervisor import RunOutcome, WorkerSpec, supervise
 
 
@@ -36,6 +37,7 @@ def run(
     elastic: bool = False,
     devices: DeviceAssignment = ONE_EACH,
     columns: int = 0,
+    cluster: Cluster | None = None,
 ) -> RunOutcome:
     """Run the script in `ranks` processes and return when all have ended.
 
@@ -53,12 +55,16 @@ def run(
         elastic: the same on accelerators.
         devices: the device of each rank.
         columns: width of `screen`, which shows live lines without being a terminal; 0: use standard output's.
+        cluster: the hosts on which they run; None: this one.
+
+    Raises:
+        SettingsError: a host of the cluster cannot be reached, or differs from this one.
     """
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
     columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
     # The folder is private (mode 0700), so the rendezvous needs no port, and no other user can reach it.
     with socket_folder() as folder:
-        survives = minimum is not None and ranks > 1
+        survives = (minimum is not None and ranks > 1) or cluster is not None
         ranks_of: dict[int, int] = {}  # by number: the replacement of process 4, which replaced 2, has rank 2 as well
 
         def build(number: int, replaced: int) -> WorkerSpec:
@@ -73,14 +79,25 @@ def run(
                 joins=number >= ranks,
                 least=(minimum or 0) if elastic else 0,
             )
-            environment = inherited({**_for_libraries(threads), **(NO_NCCL_WATCHDOG if elastic else {}), **variables})
-            return _spec(number, world, [str(script), *arguments], environment, logs, Path(folder))
+            changes = {**_for_libraries(threads), **(NO_NCCL_WATCHDOG if elastic else {}), **variables}
+            command = [str(script), *arguments]
+            if cluster is None:
+                return _spec(number, world, command, inherited(changes), logs, Path(folder))
+            if number != replaced:
+                cluster.replace(number, replaced)
+            world = cluster.world(number, world)
+            changes |= cluster.environment(number)
+            spec = _spec(number, world, command, inherited(changes), logs, Path(folder))
+            start = cluster.start(number, world)
+            return spec if start is None else replace(spec, command=command, environment=changes, start=start)
 
-        specs = [build(number, number) for number in range(ranks)]
         with HangWatcher(Path(folder), verbose=verbose), ExitStack() as stack:
             elastic_launcher = ElasticLauncher(minimum or 1, build) if survives else None
             if elastic_launcher is not None:
                 stack.enter_context(elastic_launcher.open(Path(folder) / "store", ranks, _python()))
+            if cluster is not None:
+                stack.enter_context(cluster.open(Path(folder) / "store", script, logs.parent))
+            specs = [build(number, number) for number in range(ranks)]
             return supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
 
 

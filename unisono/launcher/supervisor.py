@@ -132,7 +132,7 @@ class _Supervisor:
     def _start(self, spec: WorkerSpec) -> None:
         process = WorkerProcess(len(self.processes), spec)
         self.processes.append(process)
-        self.selector.register(process.stdout, selectors.EVENT_READ, process)
+        self.selector.register(process.handle.stdout, selectors.EVENT_READ, process)
 
     def _poll(self) -> None:
         """Wait for an event or for POLL_SECONDS, and handle the events."""
@@ -141,7 +141,7 @@ class _Supervisor:
                 os.read(key.fd, 4096)  # written by the signal handler to wake the loop
             elif key.data is self.elastic:
                 self._on_rendezvous_event(self.elastic)
-            elif not key.data.stdout.closed:  # it may have been reaped in this iteration
+            elif not key.data.handle.stdout.closed:  # it may have been reaped in this iteration
                 self._forward(key.data)
         now = time.monotonic()
         if not self.signals and now < self.poll_at:
@@ -150,7 +150,7 @@ class _Supervisor:
         while self.signals:
             self._on_signal(self.signals.pop(0))
         for process in self.processes:
-            if process.alive and process.has_ended():
+            if process.alive and process.handle.has_ended():
                 self._reap(process)
         if not self.failing and any(
             p.failed() or (p.spec.record.exists() and self._is_needed(p)) for p in self.processes
@@ -171,7 +171,7 @@ class _Supervisor:
         main = self.processes[0]
         if not process.joined:
             return False
-        return main.alive or main.popen.returncode != 0 or not process.spare
+        return main.alive or main.code != 0 or not process.spare
 
     def _kill_late(self) -> None:
         """Kill the processes that have not ended in time."""
@@ -196,11 +196,11 @@ class _Supervisor:
     def _forward(self, process: WorkerProcess) -> bool:
         """Forward the output of a process. Return False at its end."""
         try:
-            data = os.read(process.stdout.fileno(), 1 << 16)
+            data = os.read(process.handle.stdout.fileno(), 1 << 16)
         except BlockingIOError:
             return True
         if not data:
-            self.selector.unregister(process.stdout)
+            self.selector.unregister(process.handle.stdout)
             return False
         process.log.write(data)
         if process.log.error is not None and not process.log_error_reported:
@@ -235,40 +235,31 @@ class _Supervisor:
 
     def _reap(self, process: WorkerProcess) -> None:
         """Handle the end of a process: kill its children, read the rest of its output, and report a death."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.popen.pid, signal.SIGKILL)
+        process.handle.signal(signal.SIGKILL, group=True)
         process.ended_at = time.time()
-        process.popen.wait()
+        process.handle.wait()
         self._drain(process)
-        if (
-            process.spare
-            and process.popen.returncode < 0
-            and not (process.terminated or process.killed or self.failing)
-        ):
-            number = signal.Signals(-process.popen.returncode)
+        if process.spare and process.code < 0 and not (process.terminated or process.killed or self.failing):
+            number = signal.Signals(-process.code)
             self._print(
                 f"Rank {process.rank} of {len(self.specs)} died of signal {number} ({number.name}); the others "
                 f"continue without it. Its log is {process.spec.log}"
             )
         if self.elastic is not None:
             self._replace(process, self.elastic)
-        if (
-            not process.joined
-            and process.popen.returncode
-            and not (process.terminated or process.killed or self.failing)
-        ):
+        if not process.joined and process.code and not (process.terminated or process.killed or self.failing):
             self._print(f"Replacement process {process.rank} failed to join. Its log is {process.spec.log}")
         if self.stopped_at is not None and process.terminated and process.joined and not self.failing:
-            early = process.popen.returncode == -signal.SIGTERM
+            early = process.code == -signal.SIGTERM
             self.ended_early |= early
             self.kill_at = self.kill_at or time.monotonic() + (EARLY_STOP_SECONDS if early else LATE_STOP_SECONDS)
 
     def _replace(self, process: WorkerProcess, elastic: ElasticLauncher) -> None:
         """Replace an ended process if it died, and if enough processes remain that can continue without it."""
-        code, stopping = process.popen.returncode, self.failing or self.stopped_at is not None
+        code, stopping = process.code, self.failing or self.stopped_at is not None
         if code >= 0 or self.failing or not process.replaceable or process.spec.record.exists():
             return
-        done = [other for other in self.processes if other.joined and other.popen.returncode == 0]
+        done = [other for other in self.processes if other.joined and other.code == 0]
         remaining = done + [other for other in self.processes if other.alive and other.joined]
         if process.joined and (len(remaining) < elastic.minimum or not all(other.replaceable for other in remaining)):
             return
@@ -301,8 +292,7 @@ class _Supervisor:
         """
         if process.alive:
             self._print(f"Process {process.rank} {why} and is killed. Its log is {process.spec.log}")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.popen.pid, signal.SIGKILL)
+            process.handle.signal(signal.SIGKILL, group=True)
 
     def _announce(self, formed: dict[str, Any], step: int) -> None:
         """Report which processes were lost and which have joined."""
@@ -313,9 +303,9 @@ class _Supervisor:
         for number in formed["lost"]:
             process = self.processes[number]
             deadline = time.monotonic() + GRACE_SECONDS  # its connections end a moment before it does
-            while process.alive and not process.has_ended() and time.monotonic() < deadline:
+            while process.alive and not process.handle.has_ended() and time.monotonic() < deadline:
                 time.sleep(0.001)
-            if process.alive and process.has_ended():
+            if process.alive and process.handle.has_ended():
                 self._reap(process)
             if process.orphan_of is not None:
                 self._print(
@@ -325,7 +315,7 @@ class _Supervisor:
                 continue
             if self.failing or process.failed() or process.spec.record.exists():
                 continue  # the run ends, with this as its failure or with another one
-            how = f"died of {signal.Signals(-code).name}" if (code := process.popen.returncode or 0) < 0 else "is gone"
+            how = f"died of {signal.Signals(-code).name}" if (code := process.code or 0) < 0 else "is gone"
             self._print(
                 f"Process {number} {how} after {step} steps; the run continues with {remaining}. "
                 f"Its log is {process.spec.log}"
@@ -334,20 +324,20 @@ class _Supervisor:
     def _drain(self, process: WorkerProcess) -> None:
         """Forward the rest of the output and close all files. A child of the process may still hold the pipe open."""
         deadline = time.monotonic() + DRAIN_SECONDS
-        open_ = process.stdout in self.selector.get_map()
+        stdout = process.handle.stdout
+        open_ = stdout in self.selector.get_map()
         while open_ and time.monotonic() < deadline:
-            if _is_readable(process.stdout, deadline - time.monotonic()):
+            if _is_readable(stdout, deadline - time.monotonic()):
                 open_ = self._forward(process)
         if open_:
-            self.selector.unregister(process.stdout)
-        process.stdout.close()
-        process.stdin.close()
+            self.selector.unregister(stdout)
+        process.handle.close()
         process.log.close(process.ending)
 
     def _terminate_others(self) -> None:
         """End all processes after a failure."""
         self.failing = True
-        died = any(-(process.popen.returncode or 0) in CRASHES for process in self.processes)
+        died = any(-(process.code or 0) in CRASHES for process in self.processes)
         handoff = died and any(hands_off_shards(process.spec.record) for process in self.processes)
         self.kill_at = time.monotonic() + (HANDOFF_SECONDS if handoff else GRACE_SECONDS)
         for process in self.processes:
@@ -360,18 +350,16 @@ class _Supervisor:
             if process.alive:
                 process.kill()
                 try:
-                    process.popen.wait(UNKILLABLE_SECONDS)
+                    process.handle.wait(UNKILLABLE_SECONDS)
                 except subprocess.TimeoutExpired:
-                    self._print(
-                        f"Cannot kill process {process.popen.pid} (rank {process.rank}): it waits in the kernel."
-                    )
+                    self._print(f"Cannot kill rank {process.rank}{process.handle.where}: it waits in the kernel.")
                 process.ended_at = time.time()
                 self._drain(process)
         self.selector.close()
 
     def _outcome(self) -> RunOutcome:
         """Find the first failure, append every traceback to its log, and print the failure."""
-        if not any(process.joined and process.popen.returncode == 0 for process in self.processes):
+        if not any(process.joined and process.code == 0 for process in self.processes):
             survived = self._survived()
             for process in self.processes:
                 process.survived &= process.rank in survived  # else no process was left to continue
@@ -386,7 +374,7 @@ class _Supervisor:
         if self.elastic is None:
             return set()
         self.elastic.drain()
-        failed = {p.rank for p in self.processes if p.spec.record.exists() or (p.popen.returncode or 0) > 0}
+        failed = {p.rank for p in self.processes if p.spec.record.exists() or (p.code or 0) > 0}
         return {number for lost in self.elastic.survived if not failed & set(lost) for number in lost}
 
     def _first_failure(self) -> RunOutcome:
@@ -413,7 +401,7 @@ class _Supervisor:
             return None
         for process in self.processes:
             ended = clean_end_at(process.spec.record)
-            if ended is None and process.popen.returncode == 0 and process.ended_at is not None:  # os._exit(0)
+            if ended is None and process.code == 0 and process.ended_at is not None:  # os._exit(0)
                 ended = process.ended_at - HEAD_START_SECONDS
             if ended is not None and ended < failure.time:
                 size, log = len(self.specs), process.spec.log
@@ -421,7 +409,7 @@ class _Supervisor:
         return None
 
     def _failure_of(self, process: WorkerProcess) -> WorkerFailure | None:
-        spec, code, size = process.spec, process.popen.returncode, len(self.specs)
+        spec, code, size = process.spec, process.code, len(self.specs)
         record = read(spec.record)
         if not self._is_needed(process):
             return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, is_replaceable, is_spare
@@ -28,6 +29,34 @@ CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 """Signals that are never the consequence of a lost peer. (SIGABRT may be: gloo aborts.)"""
 
 
+class Handle(Protocol):
+    """A process that runs, here or on another host.
+
+    Attributes:
+        stdout: its output, in a pipe that does not block.
+        returncode: its exit status, negative for a signal, once `wait` has returned.
+        where: " on HOST" for a process on another host, for messages.
+    """
+
+    stdout: IO[bytes]
+    where: str
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended, without reaping it: until then the id of its process group is not reused."""
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Reap the process and return its exit status. Raises subprocess.TimeoutExpired."""
+
+    def signal(self, number: int, *, group: bool) -> None:
+        """Send a signal to the process, or to all that it has started."""
+
+    def close(self) -> None:
+        """Close all pipes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
     """A process to start.
@@ -38,6 +67,7 @@ class WorkerSpec:
         log: the file for its output.
         record: the file for its failure (failure_record.py).
         replacement: whether it replaces a process that died.
+        start: starts it, on this host or on another one (hosts/remote_host.py). Raises OSError if that fails.
     """
 
     command: Sequence[str]
@@ -45,6 +75,51 @@ class WorkerSpec:
     log: Path
     record: Path
     replacement: bool = False
+    start: Callable[[WorkerSpec], Handle] = field(default_factory=lambda: LocalHandle)
+
+
+class LocalHandle:
+    """A process on this host.
+
+    Args:
+        spec: its specification.
+    """
+
+    where = ""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._popen = subprocess.Popen(
+            spec.command,
+            env=spec.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._stdin, self.stdout = self._popen.stdin, self._popen.stdout
+        self._pid = self._popen.pid
+        os.set_blocking(self.stdout.fileno(), False)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._popen.returncode
+
+    def has_ended(self) -> bool:
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def wait(self, seconds: float | None = None) -> int:
+        return self._popen.wait(seconds)
+
+    def signal(self, number: int, *, group: bool) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(self._pid, number)
+
+    def close(self) -> None:
+        self.stdout.close()
+        self._stdin.close()
 
 
 class WorkerFailure(NamedTuple):
@@ -122,15 +197,7 @@ class WorkerProcess:
         self.survived = False
         self.orphan_of: int | None = None
         try:
-            self.popen = subprocess.Popen(
-                spec.command,
-                env=spec.environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-                start_new_session=True,
-            )
+            self.handle: Handle = spec.start(spec)
         except OSError as error:
             self.log.close()
             raise WorldError(
@@ -138,10 +205,6 @@ class WorkerProcess:
                 f"The system refused: {error.strerror}.",
                 "start fewer processes, or close other programs.",
             ) from error
-        assert self.popen.stdin is not None
-        assert self.popen.stdout is not None
-        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
-        os.set_blocking(self.stdout.fileno(), False)
 
     @property
     def alive(self) -> bool:
@@ -151,17 +214,18 @@ class WorkerProcess:
         """Send SIGTERM to the process alone (it saves, with the help of its workers), or to all that it started."""
         self.terminated = True
         if self.alive:
-            (os.killpg if group else os.kill)(self.popen.pid, signal.SIGTERM)
+            self.handle.signal(signal.SIGTERM, group=group)
 
     def kill(self) -> None:
         """Send SIGKILL to the process and to all that it started."""
         if self.alive:
             self.killed = True
-            os.killpg(self.popen.pid, signal.SIGKILL)
+            self.handle.signal(signal.SIGKILL, group=True)
 
-    def has_ended(self) -> bool:
-        """Return whether it has ended, without reaping it: until then the id of its process group is not reused."""
-        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    @property
+    def code(self) -> int | None:
+        """Its exit status, negative for a signal; None: it was not reaped."""
+        return self.handle.returncode
 
     @property
     def replaceable(self) -> bool:
@@ -176,7 +240,7 @@ class WorkerProcess:
     @property
     def ending(self) -> str:
         """How it ended, for the last mark of its log (rank_log.py); "" if that is not known."""
-        code = self.popen.returncode
+        code = self.code
         if code is None:
             return ""
         if self.spec.record.exists():
@@ -189,7 +253,7 @@ class WorkerProcess:
 
     def failed(self) -> bool:
         """Return whether it has ended with a failure."""
-        code = self.popen.returncode
+        code = self.code
         if not self.alive and ((code < 0 and self.spare) or self.survived or not self.joined):
             return False
         return not self.alive and code != 0 and not self.killed and not (self.terminated and code == -signal.SIGTERM)

@@ -30,6 +30,7 @@ from unisono.config import CommandLine, plural
 from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
+from unisono.launcher.hosts.host_list import assign_slots, parse_hosts
 from unisono.launcher.supervisor import RunOutcome
 
 
@@ -40,6 +41,7 @@ def run(
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     ranks_per_device: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
+    hosts: Annotated[str, Parameter(metavar="A:N,B:N", show_default=False, group=WHERE)] = "",
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     watch: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
@@ -60,13 +62,18 @@ def run(
         Number of these processes that compute on the CPU: parameter servers first, otherwise the last ranks.
     ranks_per_device
         Number of processes that share an accelerator. They exchange through gloo, by the CPU's memory.
+    hosts
+        Start the processes on these hosts with ssh: a:4,b:4 for four on each, or a file with a host on each line.
     no_dry_run
         Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
     watch
         Serve the growing report of the run, and print its address (unisono watch).
     """
     world = World.current()
-    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch)
+    listed = parse_hosts(hosts) if hosts else []
+    if listed and ranks == "1":
+        ranks = str(sum(max(1, host.slots) for host in listed))
+    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + (["--hosts", hosts] if hosts else [])
     if world.foreign and world.size > 1:
         return _run_here(world, target, ranks, flags, request)
     flags += ["--no-dry-run"] if no_dry_run else []
@@ -78,6 +85,7 @@ def run(
         error = f"--ranks-per-device {ranks_per_device} is out of range."
         raise SettingsError(error, "At least one process uses an accelerator.", str(line.without("--ranks-per-device")))
     count = sizes.usual
+    listed = assign_slots(listed, count) if listed else []
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
     sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
@@ -88,7 +96,9 @@ def run(
     started = time.time()
     with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
         before = _start_mark(run_dir)
-        outcome = run_with_restarts(script, replace(request, typed=str(line)), run_dir, sizes, threads=threads)
+        outcome = run_with_restarts(
+            script, replace(request, typed=str(line)), run_dir, sizes, threads=threads, hosts=listed
+        )
         joined = _start_mark(run_dir) != before
     if joined and outcome.failure is not None:
         leave_report(run_dir, lambda text: print(text, file=sys.stderr, flush=True), state="failed")

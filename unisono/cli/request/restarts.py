@@ -14,6 +14,7 @@ The number of restarts is bounded: after `RESTARTS` restarts in a row without a 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.environment import ONE_EACH, DeviceAssignment
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
+from unisono.launcher.hosts.cluster import Cluster
+from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.supervisor import RunOutcome
 from unisono.launcher.worker_process import CRASHES
 
@@ -57,10 +60,12 @@ def run_with_restarts(
     screen: int = 1,
     columns: int = 0,
     say: bool = True,
+    hosts: Sequence[ListedHost] = (),
 ) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
     screen, columns, say  as for `local_launch.run`
+    hosts                 the hosts on which the processes run; (): this one
     """
     emergency_dump.clear(run_dir)
     reached, failures = _saved(run_dir), 0
@@ -77,6 +82,7 @@ def run_with_restarts(
             screen=screen,
             columns=columns,
             verbose=say,
+            cluster=Cluster(hosts, ranks.usual, _say) if hosts else None,
         )
         if outcome.stopped or not _died(outcome):
             return outcome
@@ -95,6 +101,10 @@ def run_with_restarts(
             where = f"the emergency dump after step {dumped}, or {where}"
         print(f"Restarting from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _died(outcome: RunOutcome) -> bool:

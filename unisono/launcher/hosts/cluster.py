@@ -1,0 +1,178 @@
+"""The hosts of a run: connect to them, compare them, and place processes on them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unisono.environment import World, variables
+from unisono.errors import Problem, SettingsError
+from unisono.launcher.hosts.host_facts import facts_of
+from unisono.launcher.hosts.host_list import ListedHost
+from unisono.launcher.hosts.remote_host import RemoteHost
+from unisono.launcher.hosts.ssh import agent_command, reason_of
+from unisono.launcher.worker_process import Handle, WorkerSpec
+
+CONNECT_SECONDS = 30.0
+"""Time limit for a connection to a host and for its facts."""
+
+SAME = {"python": "Python", "torch": "torch", "unisono": "Unisono"}
+"""Facts that must be the same on all hosts, and their names in messages."""
+
+
+class Slot(NamedTuple):
+    """A place for a process: the number of the host in the list, and the process's local rank there."""
+
+    host: int
+    local_rank: int
+
+
+class Cluster:
+    """The hosts of a run.
+
+    Args:
+        listed: the hosts, with their slots.
+        ranks: the number of processes at the start.
+        say: prints a line for the user.
+        ssh: the ssh command with its own options.
+    """
+
+    def __init__(
+        self, listed: Sequence[ListedHost], ranks: int, say: Callable[[str], None], ssh: Sequence[str] = ("ssh",)
+    ) -> None:
+        self.listed, self._say, self._ssh = listed, say, ssh
+        self._remote: dict[int, RemoteHost] = {}  # by the number of the host
+        self._facts: dict[int, Mapping[str, Any]] = {}
+        slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
+        self._taken = dict(enumerate(slots[:ranks]))  # by the number of the process
+        self._starting = [sum(slot.host == host for slot in self._taken.values()) for host in range(len(listed))]
+
+    @contextmanager
+    def open(self, rendezvous: Path, script: Path, run_dir: Path) -> Iterator[None]:
+        """Connect to all hosts, and compare them with this one. Within the block processes can be started.
+
+        Raises:
+            SettingsError: a host cannot be reached, or differs.
+        """
+        mark = f".reachable-{uuid.uuid4().hex[:8]}"
+        (run_dir / mark).touch()
+        about = {"script": str(script.resolve()), "run_dir": str(run_dir.resolve()), "mark": mark}
+        with ExitStack() as stack:
+            stack.callback((run_dir / mark).unlink, missing_ok=True)
+            for number, host in enumerate(self.listed):
+                if host.is_here:
+                    self._facts[number] = facts_of(**about)
+                    continue
+                command = agent_command(host.name, os.getcwd(), ssh=self._ssh)
+                remote = self._remote[number] = RemoteHost(host.name, command, rendezvous, self._say)
+                stack.callback(remote.close)
+                remote.open(**about)
+            problems = self._compare(facts_of(**about))
+            if problems:
+                raise SettingsError.of(problems)
+            yield
+
+    def _compare(self, here: Mapping[str, Any]) -> list[Problem]:
+        with ThreadPoolExecutor(max(1, len(self._remote))) as pool:
+            found = list(pool.map(lambda host: host.wait_for_facts(CONNECT_SECONDS), self._remote.values()))
+        problems = []
+        for (number, host), facts in zip(self._remote.items(), found, strict=True):
+            if facts is None:
+                problems.append(self._unreachable(host))
+                continue
+            self._facts[number] = facts
+            problems += _differences(host.name, facts, here)
+        return problems
+
+    def _unreachable(self, host: RemoteHost) -> Problem:
+        status = host.ended(1.0)
+        if not host.lost:
+            fact, do = f"Its agent has not answered within {CONNECT_SECONDS:g} s.", f"ssh {host.name} true"
+        elif host.lost.startswith("its shell"):
+            fact = f"{host.lost[:1].upper()}{host.lost[1:]}."
+            do = f"let the start files of its shell print nothing (ssh {host.name} true)"
+        else:
+            fact, do = reason_of(host.words_on_stderr, status)
+        return Problem(f"Cannot start processes on host {host.name}.", fact, do.replace("HOST", host.name))
+
+    # -- processes
+
+    def world(self, number: int, world: World) -> World:
+        """Return the place of a process in the run, on its host."""
+        host, local_rank = self._taken[number]
+        name = str(self._facts[host]["host"])
+        size = max(1, self._starting[host], local_rank + 1)
+        return replace(world, host=name, local_rank=local_rank, local_size=size)
+
+    def environment(self, number: int) -> dict[str, str]:
+        """Return variables for the libraries of a process: the network interface through which hosts reach it."""
+        host = self._taken[number].host
+        name = self.interface(host)
+        kept = variables(["PYTHONPATH"]) if host in self._remote else {}
+        return {**kept, **({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {})}
+
+    def interface(self, host: int) -> str:
+        """Return the network interface of a host that has the address of ssh's connection; "" if it is not known."""
+        routes = [facts["reached_at"] for number, facts in self._facts.items() if number in self._remote]
+        if host in self._remote:
+            address = (self._facts[host]["reached_at"] or ("", ""))[1]
+        else:
+            address = next((route[0] for route in routes if route), "")
+        found = self._facts[host]["interfaces"].items()
+        return next((name for name, addresses in found if address in addresses), "")
+
+    def start(self, number: int, world: World) -> Callable[[WorkerSpec], Handle] | None:
+        """Return what starts a process on its host; None: it is this one."""
+        remote = self._remote.get(self._taken[number].host)
+        return None if remote is None else partial(remote.start, number, asdict(world))
+
+    def replace(self, number: int, replaced: int) -> None:
+        """Find a place for process `number`, which replaces another one: the same, or on another host if it is lost."""
+        before = self._taken.pop(replaced)
+        if not self._is_lost(before.host):
+            self._taken[number] = before
+            return
+        taken = set(self._taken.values())
+        alive = [host for host in range(len(self.listed)) if not self._is_lost(host)]
+        free = [Slot(host, n) for host in alive for n in range(self.listed[host].slots) if Slot(host, n) not in taken]
+        if not free:  # more processes than slots
+            host = min(alive, key=lambda each: sum(slot.host == each for slot in taken))
+            free = [Slot(host, 1 + max((slot.local_rank for slot in taken if slot.host == host), default=-1))]
+        self._taken[number] = free[0]
+
+    def _is_lost(self, host: int) -> bool:
+        return host in self._remote and bool(self._remote[host].lost)
+
+    def __str__(self) -> str:
+        """Return hosts, processes and interfaces in a line."""
+        parts = []
+        for host, listed in enumerate(self.listed):
+            count, name = self._starting[host], self.interface(host)
+            parts.append(f"{listed.name} {count}{f' ({name})' if name else ''}" if count else f"{listed.name} spare")
+        return ", ".join(parts)
+
+
+def _differences(name: str, facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
+    """Return in what a host differs from this one."""
+    problems = []
+    error = f"Host {name} differs from {socket.gethostname()}."
+    for key, what in SAME.items():
+        if facts[key] != here[key]:
+            fact = f"{what} is {facts[key]} there and {here[key]} here."
+            problems.append(Problem(error, fact, f"install the same version there, for {sys.executable}"))
+    if facts["script"] != here["script"]:
+        fact = "The script is not the same file there." if facts["script"] else "The script does not exist there."
+        problems.append(Problem(error, fact, "copy it there, to the same path, or use a shared folder"))
+    if not facts["sees_run_dir"]:
+        fact = "It does not see the run directory."
+        problems.append(Problem(error, fact, "--run-dir DIR, on a file system that all hosts share"))
+    return problems
