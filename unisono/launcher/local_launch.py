@@ -98,7 +98,10 @@ def run(
             if cluster is not None:
                 stack.enter_context(cluster.open(Path(folder) / "store", script, logs.parent))
             specs = [build(number, number) for number in range(ranks)]
-            return supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
+            outcome = supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
+            if cluster is not None:
+                cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.exit_status
+            return outcome
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:

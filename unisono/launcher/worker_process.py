@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, is_replaceable, is_spare
@@ -38,11 +38,13 @@ class Handle(Protocol):
         where: " on HOST" for a process on another host, for messages.
     """
 
-    stdout: IO[bytes]
     where: str
 
     @property
-    def returncode(self) -> int | None: ...
+    def stdout(self) -> IO[bytes]: ...
+
+    @property
+    def returncode(self) -> int | Any: ...
 
     def has_ended(self) -> bool:
         """Return whether it has ended, without reaping it: until then the id of its process group is not reused."""
@@ -104,7 +106,7 @@ class LocalHandle:
         os.set_blocking(self.stdout.fileno(), False)
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self) -> int | Any:
         return self._popen.returncode
 
     def has_ended(self) -> bool:
@@ -149,6 +151,14 @@ class WorkerFailure(NamedTuple):
     def is_wrong_request(self) -> bool:
         """Whether the processes refused the request before they computed anything."""
         return self.record is not None and self.record.exit_status == 2 and bool(self.record.problems)
+
+    @property
+    def is_death(self) -> bool:
+        """Whether a process died by a signal, rather than failed with an exception.
+
+        PeerLostError is the exception of a process that could not continue without one that died.
+        """
+        return self.signal in CRASHES or (self.record is not None and self.record.kind == "PeerLostError")
 
     def __str__(self) -> str:
         """Return the message that is printed last on the screen."""
@@ -223,7 +233,7 @@ class WorkerProcess:
             self.handle.signal(signal.SIGKILL, group=True)
 
     @property
-    def code(self) -> int | None:
+    def code(self) -> int | Any:
         """Its exit status, negative for a signal; None: it was not reaped."""
         return self.handle.returncode
 

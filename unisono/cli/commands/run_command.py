@@ -17,6 +17,7 @@ from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
 from unisono.cli.inspect.watch import watched
+from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.restarts import RankRange, run_with_restarts
@@ -30,7 +31,6 @@ from unisono.config import CommandLine, plural
 from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
-from unisono.launcher.hosts.host_list import assign_slots, parse_hosts
 from unisono.launcher.supervisor import RunOutcome
 
 
@@ -42,6 +42,9 @@ def run(
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     ranks_per_device: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
     hosts: Annotated[str, Parameter(metavar="A:N,B:N", show_default=False, group=WHERE)] = "",
+    nodes: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
+    node: Annotated[int, WHOLE, Parameter(metavar="I", show_default=False, group=WHERE)] = 0,
+    meet: Annotated[str, Parameter(metavar="HOST:PORT", show_default=False, group=WHERE)] = "",
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     watch: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
@@ -64,16 +67,21 @@ def run(
         Number of processes that share an accelerator. They exchange through gloo, by the CPU's memory.
     hosts
         Start the processes on these hosts with ssh: a:4,b:4 for four on each, or a file with a host on each line.
+    nodes
+        Number of hosts on which this command is typed, each with its --node, and the same --meet.
+    node
+        Number of this host, from 0. Node 0 starts the processes of all.
+    meet
+        The host of node 0, and a port there.
     no_dry_run
         Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
     watch
         Serve the growing report of the run, and print its address (unisono watch).
     """
     world = World.current()
-    listed = parse_hosts(hosts) if hosts else []
-    if listed and ranks == "1":
-        ranks = str(sum(max(1, host.slots) for host in listed))
-    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + (["--hosts", hosts] if hosts else [])
+    places = HostFlags(hosts, nodes, node, meet)
+    ranks = places.ranks(ranks)
+    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + places.words
     if world.foreign and world.size > 1:
         return _run_here(world, target, ranks, flags, request)
     flags += ["--no-dry-run"] if no_dry_run else []
@@ -85,7 +93,8 @@ def run(
         error = f"--ranks-per-device {ranks_per_device} is out of range."
         raise SettingsError(error, "At least one process uses an accelerator.", str(line.without("--ranks-per-device")))
     count = sizes.usual
-    listed = assign_slots(listed, count) if listed else []
+    if places.is_agent:
+        return places.serve()
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
     sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
@@ -96,9 +105,8 @@ def run(
     started = time.time()
     with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
         before = _start_mark(run_dir)
-        outcome = run_with_restarts(
-            script, replace(request, typed=str(line)), run_dir, sizes, threads=threads, hosts=listed
-        )
+        request_typed, where = replace(request, typed=str(line)), places.hosts(count)
+        outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
         joined = _start_mark(run_dir) != before
     if joined and outcome.failure is not None:
         leave_report(run_dir, lambda text: print(text, file=sys.stderr, flush=True), state="failed")

@@ -26,10 +26,9 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.environment import ONE_EACH, DeviceAssignment
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
-from unisono.launcher.hosts.cluster import Cluster
+from unisono.launcher.hosts.cluster import Cluster, Connector
 from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.supervisor import RunOutcome
-from unisono.launcher.worker_process import CRASHES
 
 RESTARTS = 3
 """Restarts in a row without a new checkpoint, after which the run fails."""
@@ -50,6 +49,13 @@ class RankRange(NamedTuple):
     devices: DeviceAssignment = ONE_EACH
 
 
+class Hosts(NamedTuple):
+    """The hosts of a run, and what connects to them."""
+
+    listed: Sequence[ListedHost]
+    connector: Connector
+
+
 def run_with_restarts(
     script: Path,
     request: RunRequest,
@@ -60,12 +66,12 @@ def run_with_restarts(
     screen: int = 1,
     columns: int = 0,
     say: bool = True,
-    hosts: Sequence[ListedHost] = (),
+    hosts: Hosts | None = None,
 ) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
     screen, columns, say  as for `local_launch.run`
-    hosts                 the hosts on which the processes run; (): this one
+    hosts                 the hosts on which the processes run; None: this one
     """
     emergency_dump.clear(run_dir)
     reached, failures = _saved(run_dir), 0
@@ -82,9 +88,9 @@ def run_with_restarts(
             screen=screen,
             columns=columns,
             verbose=say,
-            cluster=Cluster(hosts, ranks.usual, _say) if hosts else None,
+            cluster=Cluster(hosts.listed, ranks.usual, hosts.connector, say_line) if hosts is not None else None,
         )
-        if outcome.stopped or not _died(outcome):
+        if outcome.stopped or outcome.failure is None or not outcome.failure.is_death:
             return outcome
         saved, dumped = _saved(run_dir), emergency_dump.dumped_steps(run_dir)
         now = max(saved, dumped)
@@ -103,17 +109,9 @@ def run_with_restarts(
         request = replace(request, resume=True)
 
 
-def _say(text: str) -> None:
+def say_line(text: str) -> None:
+    """Print a line on standard error."""
     print(text, file=sys.stderr, flush=True)
-
-
-def _died(outcome: RunOutcome) -> bool:
-    """Return whether a process died by a signal, rather than failed with an exception. PeerLostError is the exception
-    of a process that could not continue without one that died."""
-    failure = outcome.failure
-    if failure is None:
-        return False
-    return failure.signal in CRASHES or (failure.record is not None and failure.record.kind == "PeerLostError")
 
 
 def _saved(run_dir: Path) -> int:

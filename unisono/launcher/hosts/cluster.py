@@ -8,18 +8,18 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unisono.environment import World, variables
 from unisono.errors import Problem, SettingsError
 from unisono.launcher.hosts.host_facts import facts_of
 from unisono.launcher.hosts.host_list import ListedHost
-from unisono.launcher.hosts.remote_host import RemoteHost
-from unisono.launcher.hosts.ssh import agent_command, reason_of
+from unisono.launcher.hosts.remote_host import Link, RemoteHost
+from unisono.launcher.hosts.ssh import SshLink, agent_command
 from unisono.launcher.worker_process import Handle, WorkerSpec
 
 CONNECT_SECONDS = 30.0
@@ -27,6 +27,28 @@ CONNECT_SECONDS = 30.0
 
 SAME = {"python": "Python", "torch": "torch", "unisono": "Unisono"}
 """Facts that must be the same on all hosts, and their names in messages."""
+
+
+class Connector(Protocol):
+    """Connects to the agents of hosts."""
+
+    def connect(self, hosts: Mapping[int, ListedHost]) -> AbstractContextManager[Mapping[int, Link]]:
+        """Return a block with the connections to these hosts, by their number in the list."""
+
+
+class SshConnector:
+    """Start an agent on each host with ssh.
+
+    Args:
+        ssh: the ssh command with its own options.
+    """
+
+    def __init__(self, ssh: Sequence[str] = ("ssh",)) -> None:
+        self._ssh = ssh
+
+    @contextmanager
+    def connect(self, hosts: Mapping[int, ListedHost]) -> Iterator[Mapping[int, Link]]:
+        yield {n: SshLink(agent_command(host.name, os.getcwd(), ssh=self._ssh)) for n, host in hosts.items()}
 
 
 class Slot(NamedTuple):
@@ -42,14 +64,18 @@ class Cluster:
     Args:
         listed: the hosts, with their slots.
         ranks: the number of processes at the start.
+        connector: connects to their agents.
         say: prints a line for the user.
-        ssh: the ssh command with its own options.
+
+    Attributes:
+        status: the exit status of the run, negative if it starts again.
     """
 
     def __init__(
-        self, listed: Sequence[ListedHost], ranks: int, say: Callable[[str], None], ssh: Sequence[str] = ("ssh",)
+        self, listed: Sequence[ListedHost], ranks: int, connector: Connector, say: Callable[[str], None]
     ) -> None:
-        self.listed, self._say, self._ssh = listed, say, ssh
+        self.listed, self._connector, self._say = listed, connector, say
+        self.status = 1
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
         self._facts: dict[int, Mapping[str, Any]] = {}
         slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
@@ -68,18 +94,21 @@ class Cluster:
         about = {"script": str(script.resolve()), "run_dir": str(run_dir.resolve()), "mark": mark}
         with ExitStack() as stack:
             stack.callback((run_dir / mark).unlink, missing_ok=True)
-            for number, host in enumerate(self.listed):
-                if host.is_here:
-                    self._facts[number] = facts_of(**about)
-                    continue
-                command = agent_command(host.name, os.getcwd(), ssh=self._ssh)
-                remote = self._remote[number] = RemoteHost(host.name, command, rendezvous, self._say)
-                stack.callback(remote.close)
+            here = [number for number, host in enumerate(self.listed) if host.is_here]
+            self._facts = {number: {**facts_of(**about), "reached_at": None} for number in here}
+            others = {number: host for number, host in enumerate(self.listed) if not host.is_here}
+            for number, link in stack.enter_context(self._connector.connect(others)).items():
+                remote = self._remote[number] = RemoteHost(self.listed[number].name, link, rendezvous, self._say)
+                stack.callback(self._close, remote)
                 remote.open(**about)
             problems = self._compare(facts_of(**about))
             if problems:
                 raise SettingsError.of(problems)
+            self._say(f"hosts: {self}")
             yield
+
+    def _close(self, host: RemoteHost) -> None:
+        host.close(self.status)
 
     def _compare(self, here: Mapping[str, Any]) -> list[Problem]:
         with ThreadPoolExecutor(max(1, len(self._remote))) as pool:
@@ -94,14 +123,13 @@ class Cluster:
         return problems
 
     def _unreachable(self, host: RemoteHost) -> Problem:
-        status = host.ended(1.0)
         if not host.lost:
             fact, do = f"Its agent has not answered within {CONNECT_SECONDS:g} s.", f"ssh {host.name} true"
         elif host.lost.startswith("its shell"):
             fact = f"{host.lost[:1].upper()}{host.lost[1:]}."
             do = f"let the start files of its shell print nothing (ssh {host.name} true)"
         else:
-            fact, do = reason_of(host.words_on_stderr, status)
+            fact, do = host.link.failure()
         return Problem(f"Cannot start processes on host {host.name}.", fact, do.replace("HOST", host.name))
 
     # -- processes

@@ -28,7 +28,7 @@ from typing import Any
 
 from unisono.environment import inherited
 from unisono.launcher.elastic_policy import socket_folder
-from unisono.launcher.hosts.host_facts import facts_of
+from unisono.launcher.hosts.host_facts import facts_of, reached_at
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
 
 POLL_SECONDS = 0.05
@@ -111,10 +111,12 @@ class HostAgent:
     Args:
         stream: the connection to the launcher.
         folder: a private folder.
+        reached_at: the addresses of the launcher and of this host that the connection uses; None: not known.
     """
 
-    def __init__(self, stream: MessageStream, folder: Path) -> None:
-        self.stream, self.folder = stream, folder
+    def __init__(self, stream: MessageStream, folder: Path, *, reached_at: tuple[str, str] | None) -> None:
+        self.stream, self.folder, self._reached_at = stream, folder, reached_at
+        self._status: int | None = None
         self.processes: dict[int, AgentProcess] = {}
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
         self._count = 0
@@ -127,8 +129,12 @@ class HostAgent:
         self._selector.register(stream.reader, selectors.EVENT_READ, self._receive)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def serve(self) -> None:
-        """Serve until the launcher ends the run or is gone."""
+    def serve(self) -> int | None:
+        """Serve until the launcher ends the run or is gone.
+
+        Returns:
+            The exit status of the run, negative if it starts again; None: the launcher is gone.
+        """
         try:
             while not self._over:
                 for key, _ in self._selector.select(POLL_SECONDS):
@@ -141,6 +147,7 @@ class HostAgent:
                 process.signal(signal.SIGKILL, group=True)
             for process in self.processes.values():
                 process.popen.wait()
+        return self._status
 
     def _check(self) -> None:
         """Report files and ended processes, and end when the launcher is silent."""
@@ -170,7 +177,7 @@ class HostAgent:
     def _on_message(self, message: Message) -> None:
         values, data = message
         if "describe" in values:
-            self.stream.send(facts=facts_of(**values["describe"]))
+            self.stream.send(facts={**facts_of(**values["describe"]), "reached_at": self._reached_at})
         elif "start" in values:
             self._start(values["start"], values)
         elif "signal" in values:
@@ -180,7 +187,7 @@ class HostAgent:
         elif "store" in values:
             self._reply(values["store"], data)
         elif "end" in values:
-            self._over = True
+            self._over, self._status = True, values["end"]
 
     # -- processes
 
@@ -266,7 +273,7 @@ def main() -> None:
     os.dup2(2, 1)  # a stray print is no message
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of the connection is noticed, and ends the processes first
     with socket_folder() as folder:
-        HostAgent(MessageStream(reader, writer), Path(folder)).serve()
+        HostAgent(MessageStream(reader, writer), Path(folder), reached_at=reached_at()).serve()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ def facts_of(script: str, run_dir: str, mark: str) -> dict[str, Any]:
         "free_bytes": _free_bytes(Path(run_dir)),
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,
-        "reached_at": reached_at(),
         "interfaces": interfaces(),
         "time": time.time(),
         "executable": sys.executable,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.errors import Problem, SettingsError
+from unisono.errors import SettingsError
 
 THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
@@ -21,15 +21,12 @@ class ListedHost(NamedTuple):
     Attributes:
         name: the name, or alias, for ssh; it may have a user (me@a).
         slots: the number of processes that it runs at most; 0: not given.
+        is_here: whether this is the host of the launcher.
     """
 
     name: str
     slots: int = 0
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the host of the launcher."""
-        return self.name in (*THIS_HOST, socket.gethostname())
+    is_here: bool = False
 
 
 def parse_hosts(text: str) -> list[ListedHost]:
@@ -62,14 +59,10 @@ def assign_slots(hosts: Sequence[ListedHost], ranks: int) -> list[ListedHost]:
     left = ranks - sum(host.slots for host in hosts)
     if left > 0 and not open_:
         room = ranks - left
-        raise SettingsError.of(
-            [
-                Problem(
-                    f"--ranks {ranks} is more than the hosts have room for.",
-                    f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)} have {room} slots.",
-                    f"--ranks {room}, or more slots in --hosts",
-                )
-            ]
+        raise SettingsError(
+            f"--ranks {ranks} is more than the hosts have room for.",
+            f"{', '.join(f'{host.name}:{host.slots}' for host in hosts)} have {room} slots.",
+            f"--ranks {room}, or more slots in --hosts",
         )
     share = iter(
         [max(1, (number + 1) * left // len(open_) - number * left // len(open_)) for number in range(len(open_))]
@@ -90,7 +83,7 @@ def _parse(entry: str, text: str) -> ListedHost:
         raise _error(text, f"{name or entry!r} is no name of a host.")
     if slots is not None and not (slots.isdecimal() and int(slots) > 0):
         raise _error(text, f"{name} has {slots or 'no'} slots; it needs a whole number of at least 1.")
-    return ListedHost(name, int(slots or 0))
+    return ListedHost(name, int(slots or 0), name in (*THIS_HOST, socket.gethostname()))
 
 
 def _lines_of(file: Path) -> list[str]:
@@ -100,4 +93,4 @@ def _lines_of(file: Path) -> list[str]:
 
 
 def _error(text: str, facts: str) -> SettingsError:
-    return SettingsError.of([Problem(f"Invalid value for --hosts: {text}", facts, FORMS)])
+    return SettingsError(f"Invalid value for --hosts: {text}", facts, FORMS)

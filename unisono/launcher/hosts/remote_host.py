@@ -10,9 +10,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.launcher.hosts.host_agent import ALIVE_SECONDS, SILENCE_SECONDS
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
@@ -20,6 +20,27 @@ from unisono.launcher.worker_process import WorkerSpec
 
 END_SECONDS = 5.0
 """Time limit for the end of a connection after the run."""
+
+
+class Link(Protocol):
+    """A connection to an agent: through ssh (ssh.py) or a socket (node_link.py).
+
+    Attributes:
+        reader: the descriptor to read from.
+        writer: the descriptor to write to.
+    """
+
+    reader: int
+    writer: int
+
+    def failure(self) -> tuple[str, str]:
+        """Return why it has ended before the agent answered, and what to do."""
+
+    def kill(self) -> None:
+        """End it at once. A second call has no effect."""
+
+    def close(self) -> None:
+        """Wait until it has ended, and release it."""
 
 
 class RemoteProcess:
@@ -36,7 +57,7 @@ class RemoteProcess:
     def __init__(self, host: RemoteHost, number: int, record: Path) -> None:
         self.host, self.number, self.record = host, number, record
         self.where = f" on {host.name}"
-        self.returncode: int | None = None
+        self.returncode: int | Any = None
         self._code: int | None = None  # reported by the agent
         reader, self._writer = os.pipe()
         self.stdout = os.fdopen(reader, "rb", buffering=0)
@@ -99,7 +120,7 @@ class RemoteHost:
 
     Args:
         name: the name of the host, as the user gave it.
-        command: the command that starts the agent there and connects to it, such as ssh.
+        link: the connection to its agent.
         rendezvous: the Unix socket of the rendezvous server.
         say: prints a line for the user.
 
@@ -108,30 +129,23 @@ class RemoteHost:
         facts: see host_facts.py; None until they have arrived.
     """
 
-    def __init__(self, name: str, command: Sequence[str], rendezvous: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, link: Link, rendezvous: Path, say: Callable[[str], None]) -> None:
         self.name, self.lost, self._say = name, "", say
         self.facts: dict[str, Any] | None = None
-        self.words_on_stderr: list[str] = []
+        self.link = link
         self._rendezvous = rendezvous
         self._processes: dict[int, RemoteProcess] = {}
         self._connections: dict[int, socket.socket] = {}
         self._ending = False
         self._known = threading.Event()
-        self.connection = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        assert self.connection.stdin is not None
-        assert self.connection.stdout is not None
-        self._stream = MessageStream(self.connection.stdout.fileno(), self.connection.stdin.fileno())
+        self._stream = MessageStream(link.reader, link.writer)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._stream.reader, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._serve, name=f"host {name}", daemon=True)
-        self._errors = threading.Thread(target=self._read_errors, name=f"errors of {name}", daemon=True)
 
     def open(self, **describe: str) -> None:
         """Ask for the facts of the host. They arrive later (`wait_for_facts`)."""
         self._thread.start()
-        self._errors.start()
         self.send(describe=describe)
 
     def wait_for_facts(self, seconds: float) -> dict[str, Any] | None:
@@ -139,20 +153,15 @@ class RemoteHost:
         self._known.wait(seconds)
         return self.facts
 
-    def ended(self, seconds: float) -> int | None:
-        """Return the exit status of the connection, or None if it does not end in time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.connection.wait(seconds)
-        return None
-
     def start(self, number: int, world: Mapping[str, Any], spec: WorkerSpec) -> RemoteProcess:
         """Start a process there. `world`: its place in the run."""
         process = self._processes[number] = RemoteProcess(self, number, spec.record)
         if self.lost:
             process.end(-signal.SIGKILL)
             return process
-        order = {"world": dict(world), "log": str(spec.log.absolute()), "command": list(spec.command)}
-        self.send(start=number, environment=dict(spec.environment), **order)
+        order: dict[str, Any] = {"world": dict(world), "log": str(spec.log.absolute())}
+        order |= {"command": list(spec.command), "environment": dict(spec.environment)}
+        self.send(start=number, **order)
         return process
 
     def send(self, data: bytes = b"", **values: Any) -> None:
@@ -160,30 +169,18 @@ class RemoteHost:
         with contextlib.suppress(OSError):
             self._stream.send(data, **values)
 
-    def close(self) -> None:
-        """End the agent, and with it all processes there."""
+    def close(self, status: int) -> None:
+        """End the agent, and with it all processes there.
+
+        Args:
+            status: the exit status of the run, negative if it starts again.
+        """
         self._ending = True
-        self.send(end=True)
-        assert self.connection.stdin is not None
-        with contextlib.suppress(OSError):
-            self.connection.stdin.close()
-        try:
-            self.connection.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.connection.kill()
-            self.connection.wait()
+        self.send(end=status)
+        self.link.close()
         self._thread.join(END_SECONDS)
-        self._errors.join(END_SECONDS)
-        for stream in (self.connection.stdout, self.connection.stderr):
-            if stream is not None:
-                stream.close()
 
     # -- the thread
-
-    def _read_errors(self) -> None:
-        assert self.connection.stderr is not None
-        for line in self.connection.stderr:
-            self.words_on_stderr.append(line.decode(errors="replace").rstrip())
 
     def _serve(self) -> None:
         """Pass messages on until the connection ends or is silent."""
@@ -212,8 +209,7 @@ class RemoteHost:
         if not self._ending:
             if self._processes:
                 self._say(f"Host {self.name} is lost: {self.lost}.")
-            with contextlib.suppress(OSError):
-                self.connection.kill()
+            self.link.kill()
         for connection in self._connections.values():
             connection.close()
         for process in self._processes.values():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 from unisono.environment import variables
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """ssh ends 15 s after the other end has stopped to answer."""
+
+END_SECONDS = 5.0
+"""Time limit for the end of a connection after the run."""
 
 AGENT = "unisono.launcher.hosts.host_agent"
 
@@ -26,6 +32,51 @@ def agent_command(host: str, folder: str, *, ssh: Sequence[str] = ("ssh",), pyth
     path = "".join(f"{name}={shlex.quote(value)} " for name, value in variables(["PYTHONPATH"]).items())
     there = f"cd {shlex.quote(folder)} && exec env {path}{shlex.quote(python)} -u -P -m {AGENT}"
     return [*ssh, "-T", *ALIVE, host, there]
+
+
+class SshLink:
+    """The connection to an agent through an ssh client.
+
+    Args:
+        command: the command of the client (agent_command).
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._client = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self._client.stdin is not None
+        assert self._client.stdout is not None
+        self.reader, self.writer = self._client.stdout.fileno(), self._client.stdin.fileno()
+        self._words: list[str] = []  # on standard error
+        self._thread = threading.Thread(target=self._read_errors, name="ssh errors", daemon=True)
+        self._thread.start()
+
+    def _read_errors(self) -> None:
+        assert self._client.stderr is not None
+        for line in self._client.stderr:
+            self._words.append(line.decode(errors="replace").rstrip())
+
+    def failure(self) -> tuple[str, str]:
+        self._thread.join(END_SECONDS)
+        return reason_of(self._words, self._client.poll())
+
+    def kill(self) -> None:
+        self._client.kill()
+
+    def close(self) -> None:
+        assert self._client.stdin is not None
+        with contextlib.suppress(OSError):
+            self._client.stdin.close()
+        try:
+            self._client.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._client.kill()
+            self._client.wait()
+        self._thread.join(END_SECONDS)
+        for stream in (self._client.stdout, self._client.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def reason_of(words: Sequence[str], status: int | None) -> tuple[str, str]:

@@ -1,0 +1,192 @@
+"""Hosts that each run the same command, with a number: node 0 waits for the others at a port, and they connect to it.
+
+    host a   unisono run train.py --ranks 8 --nodes 2 --node 0 --meet a:29500      the launcher of all processes
+    host b   unisono run train.py --ranks 8 --nodes 2 --node 1 --meet a:29500      an agent (host_agent.py)
+
+Each side restarts with the run: after a restart the agents connect again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from unisono.errors import SettingsError, UnreachableHostError
+from unisono.launcher.elastic_policy import socket_folder
+from unisono.launcher.hosts.host_agent import HostAgent
+from unisono.launcher.hosts.host_list import ListedHost
+from unisono.launcher.hosts.message_stream import MessageStream
+from unisono.launcher.hosts.remote_host import Link
+
+MEET_SECONDS = 300.0
+"""Time limit for all nodes to connect."""
+
+WARN_SECONDS = 20.0
+"""Seconds after which a side that waits says so."""
+
+RETRY_SECONDS = 0.5
+
+HELLO_SECONDS = 10.0
+"""Time limit for the first message of a connection."""
+
+
+class MeetingPoint(NamedTuple):
+    """Where the nodes of a run meet: the host of node 0, and a port there."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> MeetingPoint:
+        """Return the address of `--meet TEXT`: HOST:PORT, or [ADDRESS]:PORT for IPv6. Raises SettingsError."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not (port.isdecimal() and 0 < int(port) < 1 << 16):
+            fact = "It needs a host and a port from 1 to 65535."
+            raise SettingsError(f"Invalid value for --meet: {text}", fact, "--meet HOST:29500, where node 0 is")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    def __str__(self) -> str:
+        return f"{self.host}, port {self.port}"
+
+
+class SocketLink:
+    """The connection to an agent through a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.reader = self.writer = connection.fileno()
+
+    def failure(self) -> tuple[str, str]:
+        return "The connection has ended.", "look at the output of the command there"
+
+    def kill(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class NodeConnector:
+    """Wait for the other nodes at the meeting point.
+
+    Args:
+        at: the meeting point.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, at: MeetingPoint, say: Callable[[str], None]) -> None:
+        self._at, self._say = at, say
+
+    @contextmanager
+    def connect(self, hosts: Mapping[int, ListedHost]) -> Iterator[Mapping[int, Link]]:
+        """Yield the connections to these nodes, by their number.
+
+        Raises:
+            UnreachableHostError: the port cannot be opened, or a node does not connect in time.
+        """
+        links: dict[int, SocketLink] = {}
+        began = time.monotonic()
+        with self._listen() as listener:
+            listener.settimeout(1.0)
+            warned = False
+            while missing := sorted(hosts.keys() - links.keys()):
+                waited = time.monotonic() - began
+                names = " and ".join(f"node {number}" for number in missing)
+                if waited > MEET_SECONDS:
+                    fact = f"At {self._at} it has not connected within {MEET_SECONDS:g} s."
+                    do = f"start the same command there with --node {missing[0]}, and look at its output"
+                    raise UnreachableHostError(f"Cannot start without {names}.", fact, do)
+                if waited > WARN_SECONDS and not warned:
+                    warned = True
+                    self._say(f"waiting for {names} at {self._at}: has the command been started there?")
+                with contextlib.suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    number = _hello_of(connection)
+                    if number in hosts and number not in links:
+                        links[number] = SocketLink(connection)
+                    else:
+                        connection.close()
+            yield links
+
+    def _listen(self) -> socket.socket:
+        error = f"Node 0 cannot wait for the others at {self._at}."
+        try:
+            family, _, _, _, address = socket.getaddrinfo(*self._at, type=socket.SOCK_STREAM)[0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError as failure:
+            do = "--meet ADDRESS:PORT, with an address of node 0 and a free port"
+            raise UnreachableHostError(error, f"{failure.strerror or failure}.", do) from None
+        return listener
+
+
+def _hello_of(connection: socket.socket) -> int:
+    """Return the number of the node that has connected; -1 if it is none."""
+    connection.settimeout(HELLO_SECONDS)
+    stream = MessageStream(connection.fileno(), connection.fileno())
+    try:
+        messages = stream.receive()
+    except ValueError:
+        messages = None
+    connection.settimeout(None)
+    return int(messages[0].values.get("node", -1)) if messages else -1
+
+
+def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int:
+    """Serve the launcher at the meeting point as node `number`. Return the exit status of the run.
+
+    Raises:
+        UnreachableHostError: it cannot be reached in time.
+    """
+    while True:
+        connection = _reach(number, at, say)
+        peer, own = connection.getpeername()[0], connection.getsockname()[0]
+        stream = MessageStream(connection.fileno(), connection.fileno())
+        stream.send(node=number)
+        with connection, socket_folder() as folder:
+            status = HostAgent(stream, Path(folder), reached_at=(peer, own)).serve()
+        if status is None:
+            say(f"Node {number} has lost node 0 at {at}. Its processes are ended.")
+            return 1
+        if status >= 0:
+            return status
+
+
+def _reach(number: int, at: MeetingPoint, say: Callable[[str], None]) -> socket.socket:
+    """Connect to the meeting point, for MEET_SECONDS."""
+    began, warned, reason = time.monotonic(), False, ""
+    while time.monotonic() - began < MEET_SECONDS:
+        try:
+            connection = socket.create_connection(at, timeout=HELLO_SECONDS)
+        except OSError as error:
+            reason = _reason_of(error)
+        else:
+            connection.settimeout(None)
+            return connection
+        if time.monotonic() - began > WARN_SECONDS and not warned:
+            warned = True
+            say(f"node {number} tries to reach {at}: {reason}")
+        time.sleep(RETRY_SECONDS)
+    raise UnreachableHostError(
+        f"Node {number} cannot reach {at}, within {MEET_SECONDS:g} s.",
+        f"The last attempt ended with: {reason}.",
+        "start node 0, check the address with which it is reached from here, and let its firewall accept the port",
+    )
+
+
+def _reason_of(error: OSError) -> str:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "no answer"
+    if isinstance(error, socket.gaierror):
+        return f"the name does not resolve ({error.strerror})"
+    return (error.strerror or os.strerror(error.errno or 0)).lower()
