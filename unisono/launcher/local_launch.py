@@ -63,45 +63,80 @@ def run(
     terminal = columns > 0 or (screen == 1 and draws_live_lines())
     columns = columns or (os.get_terminal_size(1).columns if terminal else 0)
     # The folder is private (mode 0700), so the rendezvous needs no port, and no other user can reach it.
-    with socket_folder() as folder:
-        survives = (minimum is not None and ranks > 1) or cluster is not None
-        ranks_of: dict[int, int] = {}  # by number: the replacement of process 4, which replaced 2, has rank 2 as well
+    with socket_folder() as private, ExitStack() as stack:
+        folder, survives = Path(private), (minimum is not None and ranks > 1) or cluster is not None
+        changes = {**_for_libraries(threads), **(NO_NCCL_WATCHDOG if elastic else {}), **variables}
+        base = replace(
+            _world(0, ranks, devices),
+            store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
+            terminal=terminal,
+            columns=columns,
+            least=(minimum or 0) if elastic else 0,
+        )
+        builder = SpecBuilder(base, [str(script), *arguments], changes, logs, folder, cluster, survives=survives)
+        stack.enter_context(HangWatcher(folder, verbose=verbose))
+        elastic_launcher = ElasticLauncher(minimum or 1, builder.build) if survives else None
+        if elastic_launcher is not None:
+            stack.enter_context(elastic_launcher.open(folder / "store", ranks, _python()))
+        if cluster is not None:
+            stack.enter_context(cluster.open(folder / "store", script, logs.parent))
+        specs = [builder.build(number, number) for number in range(ranks)]
+        outcome = supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
+        if cluster is not None:
+            cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.exit_status
+        return outcome
 
-        def build(number: int, replaced: int) -> WorkerSpec:
-            """Return the specification of process `number`, which replaces another one or itself."""
-            rank = ranks_of[number] = ranks_of.get(replaced, replaced)
-            world = replace(
-                _world(rank, ranks, devices),
-                store=f"unix://{folder}/store" if survives else f"file://{folder}/store",
-                terminal=terminal,
-                columns=columns,
-                number=number if survives else None,
-                joins=number >= ranks,
-                least=(minimum or 0) if elastic else 0,
-            )
-            changes = {**_for_libraries(threads), **(NO_NCCL_WATCHDOG if elastic else {}), **variables}
-            command = [str(script), *arguments]
-            if cluster is None:
-                return _spec(number, world, command, inherited(changes), logs, Path(folder))
-            if number != replaced:
-                cluster.replace(number, replaced)
-            world = cluster.world(number, world)
-            changes |= cluster.environment(number)
-            spec = _spec(number, world, command, inherited(changes), logs, Path(folder))
-            start = cluster.start(number, world)
-            return spec if start is None else replace(spec, command=command, environment=changes, start=start)
 
-        with HangWatcher(Path(folder), verbose=verbose), ExitStack() as stack:
-            elastic_launcher = ElasticLauncher(minimum or 1, build) if survives else None
-            if elastic_launcher is not None:
-                stack.enter_context(elastic_launcher.open(Path(folder) / "store", ranks, _python()))
-            if cluster is not None:
-                stack.enter_context(cluster.open(Path(folder) / "store", script, logs.parent))
-            specs = [build(number, number) for number in range(ranks)]
-            outcome = supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
-            if cluster is not None:
-                cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.exit_status
-            return outcome
+class SpecBuilder:
+    """Build the specifications of processes, also of those that replace others.
+
+    Args:
+        base: the place in the run of rank 0.
+        command: the script's path and its arguments.
+        changes: environment variables for libraries.
+        logs: the folder for logs.
+        folder: the launcher's private folder.
+        cluster: the hosts; None: this one.
+        survives: whether processes continue without one that dies.
+    """
+
+    def __init__(
+        self,
+        base: World,
+        command: Sequence[str],
+        changes: Mapping[str, str],
+        logs: Path,
+        folder: Path,
+        cluster: Cluster | None,
+        *,
+        survives: bool,
+    ) -> None:
+        self._base, self._command, self._changes = base, command, changes
+        self._logs, self._folder, self._cluster, self._survives = logs, folder, cluster, survives
+        self._ranks: dict[
+            int, int
+        ] = {}  # by number: the replacement of process 4, which replaced 2, has rank 2 as well
+
+    def build(self, number: int, replaced: int) -> WorkerSpec:
+        """Return the specification of process `number`, which replaces another one or itself."""
+        rank = self._ranks[number] = self._ranks.get(replaced, replaced)
+        base, changes = self._base, dict(self._changes)
+        world = replace(
+            base,
+            rank=rank,
+            local_rank=rank,
+            number=number if self._survives else None,
+            joins=number >= base.size,
+        )
+        if self._cluster is None:
+            return _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
+        if number != replaced:
+            self._cluster.replace(number, replaced)
+        world = self._cluster.world(number, world)
+        changes |= self._cluster.environment(number)
+        spec = _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
+        start = self._cluster.start(number, world)
+        return spec if start is None else replace(spec, command=self._command, environment=changes, start=start)
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:

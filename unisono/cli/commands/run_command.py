@@ -41,12 +41,9 @@ def run(
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     cpu_ranks: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     ranks_per_device: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
-    hosts: Annotated[str, Parameter(metavar="A:N,B:N", show_default=False, group=WHERE)] = "",
-    nodes: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1,
-    node: Annotated[int, WHOLE, Parameter(metavar="I", show_default=False, group=WHERE)] = 0,
-    meet: Annotated[str, Parameter(metavar="HOST:PORT", show_default=False, group=WHERE)] = "",
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     watch: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
+    several: HostFlags = HostFlags(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Train a recipe or a script.
@@ -65,23 +62,14 @@ def run(
         Number of these processes that compute on the CPU: parameter servers first, otherwise the last ranks.
     ranks_per_device
         Number of processes that share an accelerator. They exchange through gloo, by the CPU's memory.
-    hosts
-        Start the processes on these hosts with ssh: a:4,b:4 for four on each, or a file with a host on each line.
-    nodes
-        Number of hosts on which this command is typed, each with its --node, and the same --meet.
-    node
-        Number of this host, from 0. Node 0 starts the processes of all.
-    meet
-        The host of node 0, and a port there.
     no_dry_run
         Skip the dry run that checks, before the start, whether the model supports the requested parallel layout.
     watch
         Serve the growing report of the run, and print its address (unisono watch).
     """
     world = World.current()
-    places = HostFlags(hosts, nodes, node, meet)
-    ranks = places.ranks(ranks)
-    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + places.words
+    ranks = several.ranks(ranks)
+    flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + several.words
     if world.foreign and world.size > 1:
         return _run_here(world, target, ranks, flags, request)
     flags += ["--no-dry-run"] if no_dry_run else []
@@ -93,8 +81,8 @@ def run(
         error = f"--ranks-per-device {ranks_per_device} is out of range."
         raise SettingsError(error, "At least one process uses an accelerator.", str(line.without("--ranks-per-device")))
     count = sizes.usual
-    if places.is_agent:
-        return places.serve()
+    if several.is_agent:
+        return several.serve()
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
     sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
@@ -105,22 +93,34 @@ def run(
     started = time.time()
     with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
         before = _start_mark(run_dir)
-        request_typed, where = replace(request, typed=str(line)), places.hosts(count)
+        request_typed, where = replace(request, typed=str(line)), several.places(count)
         outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
         joined = _start_mark(run_dir) != before
+    _explain_end(script, count, line, run_dir, outcome, joined=joined, is_new=is_new)
+    if request.json:
+        in_line = outcome.in_line and not _stopped_late(outcome)
+        print("\n" * in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
+    return outcome.exit_status
+
+
+def _explain_end(
+    script: Path, count: int, line: CommandLine, run_dir: Path, outcome: RunOutcome, *, joined: bool, is_new: bool
+) -> None:
+    """Write the report of a run that failed, and print what the run itself could not."""
     if joined and outcome.failure is not None:
         leave_report(run_dir, lambda text: print(text, file=sys.stderr, flush=True), state="failed")
     if not joined and is_new and outcome.failure is not None and outcome.failure.is_wrong_request:
         discard_run_dir(run_dir)  # the processes refused the script's settings
     elif not joined and not outcome.stopped:
         _explain_unjoined(script, count, line, outcome)
-    if outcome.stopped and (outcome.early or outcome.exit_status):  # otherwise the run itself said how to resume
+    if _stopped_late(outcome):
         print("\n" * outcome.in_line, end="", flush=True)
         print(_how_to_resume(run_dir, line, killed=not outcome.early), file=sys.stderr)
-        outcome = outcome._replace(in_line=False)
-    if request.json:
-        print("\n" * outcome.in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
-    return outcome.exit_status
+
+
+def _stopped_late(outcome: RunOutcome) -> bool:
+    """Return whether the run was stopped when it could not say itself how to resume."""
+    return outcome.stopped and bool(outcome.early or outcome.exit_status)
 
 
 def _stopped_before_the_start(line: CommandLine, request: RunRequest) -> int:

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from unisono.cli.request.restarts import Hosts, say_line
+from unisono.cli.request.run_options import WHERE
+from unisono.cli.request.suggestions import WHOLE
 from unisono.errors import SettingsError
 from unisono.launcher.hosts.cluster import SshConnector
 from unisono.launcher.hosts.host_list import ListedHost, assign_slots, parse_hosts
 from unisono.launcher.hosts.node_link import MeetingPoint, NodeConnector, serve_node
 
 
-class HostFlags(NamedTuple):
-    """The flags, as they were typed."""
+@Parameter(name="*", negative=())
+@dataclass(frozen=True, kw_only=True)
+class HostFlags:
+    """The flags.
 
-    listed: str
-    nodes: int
-    node: int
-    meet: str
+    Parameters
+    ----------
+    hosts
+        Start the processes on these hosts with ssh: a:4,b:4 for four on each, or a file with a host on each line.
+    nodes
+        Number of hosts on which this command is typed, each with its --node, and the same --meet.
+    node
+        Number of this host, from 0. Node 0 starts the processes of all.
+    meet
+        The host of node 0, and a port there.
+    """
+
+    hosts: Annotated[str, Parameter(metavar="A:N,B:N", show_default=False, group=WHERE)] = ""
+    nodes: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1
+    node: Annotated[int, WHOLE, Parameter(metavar="I", show_default=False, group=WHERE)] = 0
+    meet: Annotated[str, Parameter(metavar="HOST:PORT", show_default=False, group=WHERE)] = ""
 
     @property
     def words(self) -> list[str]:
         """The flags that are not the default."""
-        found = ["--hosts", self.listed] if self.listed else []
+        found = ["--hosts", self.hosts] if self.hosts else []
         if self.nodes != 1 or self.meet:
             found += ["--nodes", str(self.nodes), "--node", str(self.node), "--meet", self.meet]
         return found
@@ -38,7 +57,7 @@ class HostFlags(NamedTuple):
         Raises:
             SettingsError: the flags are wrong, or contradict each other.
         """
-        if self.listed and self.nodes != 1:
+        if self.hosts and self.nodes != 1:
             fact = "ssh starts all processes from one host; with --nodes the command is typed on each."
             raise SettingsError("--hosts cannot be combined with --nodes.", fact, "one of them")
         if self.nodes > 1 and not self.meet:
@@ -53,12 +72,12 @@ class HostFlags(NamedTuple):
             return typed
         if self.nodes > 1:
             return str(self.nodes)
-        return str(sum(max(1, host.slots) for host in parse_hosts(self.listed))) if self.listed else typed
+        return str(sum(max(1, host.slots) for host in parse_hosts(self.hosts))) if self.hosts else typed
 
-    def hosts(self, ranks: int) -> Hosts | None:
+    def places(self, ranks: int) -> Hosts | None:
         """Return the hosts; None: this one alone."""
-        if self.listed:
-            return Hosts(assign_slots(parse_hosts(self.listed), ranks), SshConnector())
+        if self.hosts:
+            return Hosts(assign_slots(parse_hosts(self.hosts), ranks), SshConnector())
         if self.nodes > 1:
             listed = [ListedHost(f"node-{number}", is_here=number == self.node) for number in range(self.nodes)]
             return Hosts(assign_slots(listed, ranks), NodeConnector(MeetingPoint.parse(self.meet), say_line))
