@@ -173,19 +173,29 @@ CHECK = "unisono check train.py --json"
             (
                 f"run train.py {typed}",
                 f"There is no flag {flag}.",
-                "unisono run starts processes on this host only; torchrun and srun start them on several hosts.",
-                f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint {at} "
-                f"--no-python {RUN} {rest}--json on each host; under Slurm: "
-                f"srun -N {nodes} -n {nodes * each} {RUN} {rest}--json",
+                "unisono run starts processes on several hosts: the same command on each, with its number.",
+                f"{RUN} {rest}--json --ranks {ranks} --nodes {nodes} --node {node} --meet {at} on the first host; on "
+                "the others --node 1, ...",
             )
-            for typed, flag, nodes, each, at, rest in (
-                ("--nnodes 3", "--nnodes", 3, 2, "HOST:29500", ""),
-                ("--hosts a,b --ranks 4", "--hosts", 2, 4, "a:29500", ""),
-                ("-H a,b,c -np 4", "-H", 3, 4, "a:29500", ""),
-                ("--num_nodes 2 --resume", "--num_nodes", 2, 2, "HOST:29500", "--resume "),
-                ("--nnodes=2 --nproc_per_node=8 --master_addr a --master_port 1", "--nnodes", 2, 8, "a:1", ""),
-                ("--num_machines 2 --machine_rank 0 --main_process_ip a", "--num_machines", 2, 2, "a:29500", ""),
-                ("--rdzv-endpoint=a:7 --rdzv-backend=c10d", "--rdzv-endpoint", 2, 2, "a:7", ""),
+            for typed, flag, nodes, ranks, node, at, rest in (
+                ("--nnodes 3", "--nnodes", 3, 6, 0, "HOST:29500", ""),
+                ("--num-nodes 2 --resume", "--num-nodes", 2, 4, 0, "HOST:29500", "--resume "),
+                ("--nnodes=2 --nproc_per_node=8 --master_addr a --master_port 1", "--nnodes", 2, 16, 0, "a:1", ""),
+                ("--num_machines 2 --machine_rank 1 --main_process_ip a", "--num_machines", 2, 4, 1, "a:29500", ""),
+                ("--rdzv-endpoint=a:7 --rdzv-backend=c10d", "--rdzv-endpoint", 2, 4, 0, "a:7", ""),
+            )
+        ),
+        *(
+            (
+                f"run train.py {typed}",
+                f"There is no flag {flag}.",
+                "unisono run starts processes on several hosts with ssh.",
+                f"{RUN} --json --hosts {hosts}",
+            )
+            for typed, flag, hosts in (
+                ("-H a,b,c -np 4", "-H", "a,b,c --ranks 4"),
+                ("-H a:2,b:2", "-H", "a:2,b:2"),
+                ("--hostfile nodes.txt", "--hostfile", "nodes.txt"),
             )
         ),
         (
@@ -407,8 +417,8 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
         ("--local_rank=1 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
         (
             "--nnodes 2 --resume",
-            "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 'my train.py' "
-            "--resume on each host; under Slurm: srun -N 2 -n 4 python 'my train.py' --resume",
+            "unisono run 'my train.py' --resume --ranks 4 --nodes 2 --node 0 --meet HOST:29500 on the first host; on "
+            "the others --node 1, ...",
         ),
     ],
 )

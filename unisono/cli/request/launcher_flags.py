@@ -128,25 +128,27 @@ def _without_ranks(words: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _on_several_hosts(found: ForeignFlags, line: list[str], ranks: str, *, starts: bool) -> Answer:
-    """Return torchrun's and srun's commands for the same job."""
+    """Return the command for the same job: with ssh where the hosts are listed, otherwise for each host."""
     flag = next(found.flags[meaning] for meaning in SEVERAL_HOSTS if meaning in found.flags)
     verb, ours = " ".join(line[:2]), line[0] == "unisono"
     if not starts:
         return Answer(flag, f"{verb} uses this host only.", f"{shlex.join(line)} (without it)")
     values = found.values
-    hosts = [host.rpartition("@")[2].partition(":")[0] for host in re.split("[,@]", values.get("hosts", "")) if host]
-    nodes = values.get("nodes") or (str(len(hosts)) if hosts else "2")
+    command = line if ours else ["unisono", "run", *line[1:]]
+    facts = f"{'' if ours else 'python starts one process; '}unisono run starts processes on several hosts"
+    listed = values.get("host file") or ",".join(filter(None, re.split(r",|(?<=\d)@", values.get("hosts", ""))))
+    if listed:
+        count = ranks or values.get("processes", "")
+        several = ["--hosts", listed, *(["--ranks", count] if count else [])]
+        return Answer(flag, f"{facts} with ssh.", shlex.join([*command, *several]))
+    nodes = values.get("nodes") or "2"
     each = ranks or values.get("processes") or "2"
-    address = re.sub(r"^\w+://", "", values.get("address", "")) or (hosts[0] if hosts else "HOST")
+    count = str(int(nodes) * int(each)) if nodes.isdecimal() and each.isdecimal() else "4"
+    address = re.sub(r"^\w+://", "", values.get("address", "")) or "HOST"
     address += "" if ":" in address else f":{values.get('port') or TORCHRUN_PORT}"
-    torchrun = ["torchrun", "--nnodes", nodes, "--nproc-per-node", each]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address]
-    torchrun += ["--no-python", *line] if ours else line[1:]
-    tasks = str(int(nodes) * int(each)) if nodes.isdecimal() and each.isdecimal() else "4"
-    srun = ["srun", "-N", nodes, "-n", tasks, *line]
-    starter = f"{verb} starts processes on this host only" if ours else "python starts one process"
-    facts = f"{starter}; torchrun and srun start them on several hosts."
-    return Answer(flag, facts, f"{shlex.join(torchrun)} on each host; under Slurm: {shlex.join(srun)}")
+    several = ["--ranks", count, "--nodes", nodes, "--node", values.get("node rank") or "0", "--meet", address]
+    do = f"{shlex.join([*command, *several])} on the first host; on the others --node 1, ..."
+    return Answer(flag, f"{facts}: the same command on each, with its number.", do)
 
 
 def _on_this_host(found: ForeignFlags, command: tuple[str, ...], rest: list[str], ranks: str) -> Answer:
