@@ -1,0 +1,87 @@
+"""Hosts that each run the command with a number: here on one host, with loopback as the network."""
+
+from __future__ import annotations
+
+import socket
+import time
+from subprocess import Popen
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.cli.command import Command
+from tests.cli.test_training import SCRIPT, kill_process_tree, result, uninterrupted
+
+
+def start_nodes(command: Command, *more: str, ranks: int = 3, nodes: int = 2) -> list[Popen[str]]:
+    """Start the command of every node, the last one first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["run", "script.py", "--run-dir", "out", "--ranks", str(ranks), "--meet", f"127.0.0.1:{port}", *more]
+    started = [command.start(*words, "--nodes", str(nodes), "--node", str(n)) for n in reversed(range(nodes))]
+    return started[::-1]
+
+
+def test_nodes_train_together(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = uninterrupted(command)
+    first, second = start_nodes(command)
+    ended, other = command.end(first), command.end(second)
+    assert (ended.status, other.status) == (0, 0), ended.err + other.err
+    assert other.out == ""
+    assert "hosts: node-0 1" in ended.err
+    found = result(command, "out")
+    assert (found["ranks"], found["weights_sha256"]) == (3, whole["weights_sha256"])
+    assert sorted(path.name for path in (command.folder / "out" / "log").glob("*.log")) == [
+        f"rank-{rank}.log" for rank in range(3)
+    ]
+    assert [path.name for path in (command.folder / "out").glob(".reach*")] == []
+
+
+@pytest.mark.slow
+def test_the_others_continue_without_a_node(command: Command) -> None:
+    command.script(SCRIPT)
+    whole = uninterrupted(command)
+    first, second = start_nodes(command, "--set", "pause=0.05")
+    with command.listening():
+        command.wait_for("step 5 of")
+    kill_process_tree(second)
+    ended = command.end(first)
+    assert ended.status == 0, ended.err
+    found = result(command, "out")
+    assert found["weights_sha256"] == whole["weights_sha256"]
+    assert {death["process"] for death in found["deaths"]} == {1, 2}
+    assert "Host node-1 is lost: the connection has ended." in ended.err
+
+
+@pytest.mark.slow
+def test_an_agent_ends_with_its_launcher(command: Command) -> None:
+    command.script(SCRIPT)
+    first, second = start_nodes(command, "--set", "pause=0.2")
+    with command.listening():
+        command.wait_for("step 0 of")
+    there = psutil.Process(second.pid).children(recursive=True)
+    assert len(there) == 2
+    kill_process_tree(first)
+    ended = command.end(second)
+    assert (ended.status, ended.err.count("has lost node 0 at 127.0.0.1")) == (1, 1)
+    assert psutil.wait_procs(there, 5.0)[1] == []
+
+
+@pytest.mark.slow
+def test_a_node_that_differs_is_one_message(command: Command) -> None:
+    command.script(SCRIPT)
+    (command.folder / "elsewhere").mkdir()
+    (command.folder / "elsewhere" / "script.py").write_text(SCRIPT + "# changed\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["run", "script.py", "--ranks", "2", "--nodes", "2", "--meet", f"127.0.0.1:{port}"]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        ended = command.end(command.start(*words, "--node", "0"))
+    assert ended.status == 2
+    assert f"Node 0 cannot wait for the others at 127.0.0.1, port {port}.\n  Address already in use." in ended.err
+    time.sleep(0.1)
