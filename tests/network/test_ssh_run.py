@@ -1,0 +1,220 @@
+"""Runs on several hosts through ssh: the bits of one process, faults of hosts and cables, wrong requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_training import SCRIPT
+from tests.network import hosts as namespaces
+from tests.network import ssh_hosts
+from tests.network.hosts import ROOT, Host, HostProcess
+from tests.network.ssh_hosts import SshHosts
+from tests.network.test_hosts import processes_of
+from unisono.environment import inherited, variables
+
+reason = namespaces.missing() or ssh_hosts.missing()
+pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
+
+SECONDS = 120.0
+
+
+class Cluster:
+    """A head and three hosts with ssh servers, which share a folder.
+
+    Attributes:
+        head: where `unisono run` is typed.
+        others: the hosts, by name.
+        folder: the shared folder.
+    """
+
+    def __init__(self, head: Host, others: list[Host], folder: Path) -> None:
+        self.head, self.folder = head, folder
+        self.others = {host.name: host for host in others}
+        self.ssh = SshHosts(others, folder / "ssh")
+        wrapper = folder / "bin" / "ssh"
+        wrapper.parent.mkdir()
+        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.ssh.config} "$@"\n')
+        wrapper.chmod(0o755)
+        (folder / "script.py").write_text(
+            "import time\nimport unisono\nsay = lambda text: print(text, flush=True)\n" + SCRIPT
+        )
+
+    def start(self, *words: str, script: str = "script.py", host: Host | None = None) -> HostProcess:
+        """Start `unisono run` in the head."""
+        path = f"{self.folder / 'bin'}:{variables(['PATH'])['PATH']}"
+        return (host or self.head).start(
+            [sys.executable, "-P", "-m", "unisono.cli.main", "run", script, *words],
+            cwd=self.folder,
+            env=inherited({"PATH": path, "PYTHONPATH": str(ROOT)}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *words: str, **more: Any) -> tuple[int, str]:
+        """Run it to its end. Return its exit status and what it prints on standard error."""
+        process = self.start(*words, **more)
+        _, err = process.communicate(timeout=SECONDS)
+        return process.returncode, err
+
+    def result(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / name / "result.json").read_text())
+        return found
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Wait until the timeline of rank 0 has this step."""
+        timeline, until = self.folder / name / "timeline" / "rank-0.jsonl", time.monotonic() + SECONDS
+        while not timeline.exists() or f'"step":{step},' not in timeline.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("shared")
+    with namespaces.hosts(3, head=True, shared=[folder]) as (head, *others):
+        yield Cluster(head, others, folder)
+
+
+@pytest.fixture(scope="module")
+def fingerprint(cluster: Cluster) -> str:
+    """Return the fingerprint of one process."""
+    status, err = cluster.run("--run-dir", "whole")
+    assert status == 0, err
+    return str(cluster.result("whole")["weights_sha256"])
+
+
+def left(cluster: Cluster) -> list[str]:
+    """Return the command lines of processes of Unisono on all hosts that run."""
+    found = []
+    for host in (cluster.head, *cluster.others.values()):
+        if not Path(f"/proc/{host.pid}").exists():
+            continue
+        for pid in processes_of(host):
+            with contextlib.suppress(OSError):
+                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in found if "unisono." in line]
+
+
+def wait_until_nothing_is_left(cluster: Cluster, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while found := left(cluster):
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+
+
+def test_three_hosts_have_the_bits_of_one_process(cluster: Cluster, fingerprint: str) -> None:
+    status, err = cluster.run("--hosts", "a:1,b:2,c:1", "--run-dir", "three")
+    assert status == 0, err
+    assert "hosts: a 1 (eth0), b 2 (eth0), c 1 (eth0)" in err
+    found = cluster.result("three")
+    assert (found["ranks"], found["weights_sha256"]) == (4, fingerprint)
+    assert len(list((cluster.folder / "three" / "log").glob("*.log"))) == 4
+    assert left(cluster) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["power", "cable"])
+def test_the_others_finish_without_a_host(cluster: Cluster, fingerprint: str, fault: str) -> None:
+    host = cluster.others["c"]
+    process = cluster.start("--hosts", "a:1,b:1,c:2", "--run-dir", fault, "--set", "pause=0.05")
+    cluster.wait_for_step(fault, 6)
+    (host.kill if fault == "power" else host.pull)()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        found = cluster.result(fault)
+        assert found["weights_sha256"] == fingerprint
+        assert {death["process"] for death in found["deaths"]} >= {2, 3}
+        assert "Host c is lost: nothing has arrived from it for 10 s." in err
+        wait_until_nothing_is_left(cluster, 20.0)
+    finally:
+        if fault == "power":
+            host.boot()
+            cluster.ssh.start("c")
+        else:
+            host.plug()
+
+
+@pytest.mark.slow
+def test_a_spare_host_takes_the_part_of_a_lost_one(cluster: Cluster, fingerprint: str) -> None:
+    host = cluster.others["b"]
+    words = ("--hosts", "a:1,b:1,c:1", "--ranks", "2", "--run-dir", "spare", "--set", "pause=0.4")
+    process = cluster.start(*words)
+    cluster.wait_for_step("spare", 3)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        assert cluster.result("spare")["weights_sha256"] == fingerprint
+        assert "hosts: a 1 (eth0), b 1 (eth0), c spare" in err
+        assert re.search(r"Process 2 joined after \d+ steps", err), err
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_the_head_is_killed(cluster: Cluster) -> None:
+    process = cluster.start("--hosts", "a:1,b:1", "--run-dir", "killed", "--set", "pause=0.2")
+    cluster.wait_for_step("killed", 2)
+    process.kill()
+    process.communicate()
+    wait_until_nothing_is_left(cluster, 15.0)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_resumed_on_other_hosts(cluster: Cluster, fingerprint: str) -> None:
+    process = cluster.start("--hosts", "a:2,b:1", "--run-dir", "stopped", "--set", "pause=0.1")
+    cluster.wait_for_step("stopped", 5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert cluster.result("stopped")["stopped"] is True
+    wait_until_nothing_is_left(cluster, 5.0)
+    status, err = cluster.run("--hosts", "c:2", "--run-dir", "stopped", "--resume")
+    assert status == 0, err
+    assert cluster.result("stopped")["weights_sha256"] == fingerprint
+
+
+def wrong(cluster: Cluster, *words: str) -> str:
+    status, err = cluster.run(*words, "--run-dir", f"wrong-{time.monotonic_ns()}")
+    assert status == 2, err
+    assert left(cluster) == []
+    return err
+
+
+def test_a_host_that_cannot_be_reached_is_one_message(cluster: Cluster) -> None:
+    assert wrong(cluster, "--hosts", "a,nowhere") == (
+        "Cannot start processes on host nowhere.\n  The name does not resolve.\n"
+        "  Next: check the spelling, or add the host to ~/.ssh/config\n"
+    )
+    cluster.ssh.stop("b")
+    err = wrong(cluster, "--hosts", "a,b")
+    assert "Cannot start processes on host b.\n  No ssh server listens there.\n" in err
+    cluster.ssh.start("b")
+
+
+def test_a_run_directory_that_is_not_shared_is_one_message(cluster: Cluster, tmp_path: Path) -> None:
+    status, err = cluster.run("--hosts", "a,b", "--run-dir", "/tmp/private-run")
+    assert status == 2
+    assert err.count("It does not see the run directory.") == 2
+    assert "Host a differs from head." in err or "Host a differs from" in err
+
+
+@pytest.mark.slow
+def test_keys_that_are_refused_are_one_message(cluster: Cluster) -> None:
+    cluster.ssh.revoke("c")
+    assert "It accepts no key of this user." in wrong(cluster, "--hosts", "a,c")
+    cluster.ssh.change_host_key("b")
+    assert "ssh does not know or does not accept its host key." in wrong(cluster, "--hosts", "a,b")
