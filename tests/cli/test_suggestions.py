@@ -399,31 +399,3 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert main(["fingerprint", "runs", "--", "more"]) == 2
     message = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "do"),
-    [
-        ("--learning-rate 3", "python 'my train.py' -- --learning-rate 3"),
-        ("--batch 3", "python 'my train.py' --set batch=3"),
-        ("--resume batch=3", "python 'my train.py' --resume --set batch=3"),
-        ("--resume --set batch 3", "python 'my train.py' --resume --set batch=3"),
-        ("mine --resume", "python 'my train.py' --resume -- mine"),
-        ("--set --resume", "python 'my train.py' --set KEY=VALUE --resume"),
-        ("--ranks 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
-        ("--ranks=2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
-        ("--rank 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
-        ("--num_processes 2 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
-        ("--local_rank=1 --resume", "unisono run 'my train.py' --ranks 2 --resume"),
-        (
-            "--nnodes 2 --resume",
-            "unisono run 'my train.py' --resume --ranks 4 --nodes 2 --node 0 --meet HOST:29500 on the first host; on "
-            "the others --node 1, ...",
-        ),
-    ],
-)
-def test_suggestions_for_a_script_that_python_starts(words: str, do: str) -> None:
-    with pytest.raises(SettingsError) as caught:
-        RunRequest.parse(shlex.split(words), unisono.Settings, "my train.py")
-    (problem,) = caught.value.problems
-    assert problem.remedy == do
