@@ -1,4 +1,4 @@
-"""The World of a process: from our launcher, torchrun, srun or mpirun, or alone."""
+"""The World of a process: from our launcher, torchrun, srun or mpirun, or alone. (test_engines.py has the others.)"""
 
 from __future__ import annotations
 

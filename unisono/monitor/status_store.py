@@ -169,6 +169,5 @@ def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
 
 
 def hosts_by_rank(world: World) -> bool:
-    """Return whether rank 0 hosts the store. torchrun sets a variable if its agent does."""
-    agent = environment.variables(["TORCHELASTIC_USE_AGENT_STORE"]).get("TORCHELASTIC_USE_AGENT_STORE")
-    return environment.host_of(world.store) is not None and agent != "True"
+    """Return whether rank 0 hosts the store, and not torchrun's agent."""
+    return environment.host_of(world.store) is not None and not environment.agent_hosts_store()

@@ -1,0 +1,28 @@
+"""The variables of this process: the only module that reads or sets them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """Return those of the named environment variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def cache() -> Path:
+    """Return the cache folder: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    return (Path(given) if given else Path.home() / ".cache") / "unisono"
+
+
+def set_for_libraries(name: str, value: str) -> None:
+    """Set a variable that a library of this process will read, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def inherited(changes: dict[str, str]) -> dict[str, str]:
+    """Return the environment for a process that Unisono starts: this one's, with changes for its libraries."""
+    return {**os.environ, **changes}
