@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from unisono.distributed.init import join_process_group
 from unisono.distributed.rendezvous.hosted_store import host_store
+from unisono.distributed.rendezvous.reachable import Patience
 from unisono.environment import World
 from unisono.errors import WorldError
 from unisono.testing import run_ranks
@@ -34,7 +35,7 @@ def test_a_used_port_is_an_error_that_proposes_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WorldError, match="cannot be opened") as caught:
-            host_store(f"hosted://127.0.0.1:{port}/17.0-0", 0)
+            host_store(World(size=2, store=f"hosted://127.0.0.1:{port}/17.0-0"), Patience())
     assert f"export MASTER_PORT={port + 1}" in caught.value.problems[0].remedy
 
 
@@ -42,11 +43,12 @@ def test_the_store_of_another_run_is_not_joined() -> None:
     port = free_port()
     theirs = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     theirs.set("unisono-16.0-0", "here")
+    world = World(rank=1, size=2, store=f"hosted://127.0.0.1:{port}/17.0-0")
     with pytest.raises(WorldError, match="does not answer there"):
-        host_store(f"hosted://127.0.0.1:{port}/17.0-0", 1, timeout=timedelta(seconds=0.2))
+        host_store(world, Patience(), timeout=timedelta(seconds=0.2))
 
 
 def test_an_unknown_host_is_an_error_at_once() -> None:
     with pytest.raises(WorldError, match=r"The name nobody\.invalid does not resolve") as caught:
-        host_store("hosted://nobody.invalid:20000/17.0-0", 0)
+        host_store(World(size=2, store="hosted://nobody.invalid:20000/17.0-0"), Patience(lookup=0.0))
     assert "MASTER_ADDR=" in caught.value.problems[0].remedy

@@ -30,11 +30,15 @@ from unisono.distributed.rendezvous.connect import (
     same_everywhere,
 )
 from unisono.distributed.rendezvous.host_names import require_own_host_name, resolve_rendezvous_host
-from unisono.distributed.rendezvous.hosted_store import HOSTED, host_store
+from unisono.distributed.rendezvous.hosted_store import host_store
+from unisono.distributed.rendezvous.interfaces import choose_interface
+from unisono.distributed.rendezvous.peer_check import require_peers
+from unisono.distributed.rendezvous.reachable import Patience, reach, require_own_address
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.rendezvous.store_prefix import enter_round
 from unisono.distributed.shared_memory import find_neighbors
-from unisono.environment import World, host_of, variables
+from unisono.environment import World, agent_hosts_store, host_of, join_port, variables
+from unisono.environment.addresses import HOSTED
 from unisono.errors import WorldError
 from unisono.torch_compat.process_groups import default_store, group_count, set_group_count, set_timeout
 
@@ -137,7 +141,7 @@ SLOW_START_SECONDS = 20.0
 def warn_if_slow(world: World) -> Iterator[None]:
     """Log a warning if this block, which waits for the other processes, takes long."""
     host_and_port = host_of(world.store)
-    at = f" at {host_and_port[0]}:{host_and_port[1]}" if host_and_port is not None else ""
+    at = f" at {join_port(*host_and_port)}" if host_and_port is not None else ""
     message = f"Process {world.rank} of {world.size} waits for the others{at}: have all of them been started?"
     timer = threading.Timer(SLOW_START_SECONDS, logging.getLogger("unisono").warning, [message])
     timer.daemon = True
@@ -154,6 +158,7 @@ def join_fixed(world: World) -> Iterator[ProcessGroup]:
     """Join a group whose processes all stay until the end of the run."""
     with warn_if_slow(world):
         store = _store(world)
+        require_peers(world, store, choose_interface(world, store))
         device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
         mixed = not same_everywhere(store, world.size, device_kind(device))
     staged = mixed or shares_devices(world)
@@ -264,8 +269,27 @@ def _store(world: World) -> dist.Store:
     if world.store == existing_group.EXISTING:
         return existing_group.store()
     if world.store.startswith(HOSTED):
-        return host_store(world.store, world.rank)
-    resolve_rendezvous_host(world)
+        return host_store(world, Patience.here())
     store: dist.Store
-    store, _, _ = next(dist.rendezvous(world.store, world.rank, world.size, timeout=TIMEOUT))
+    store, _, _ = next(dist.rendezvous(_checked_rendezvous(world), world.rank, world.size, timeout=TIMEOUT))
     return enter_round(store, world.rank, world.size, TIMEOUT)
+
+
+def _checked_rendezvous(world: World) -> str:
+    """Return torch's address of the store of torchrun's variables, once it can be reached.
+
+    Raises:
+        UnreachableHostError: it cannot.
+    """
+    assert world.store is not None
+    host_and_port = host_of(world.store)
+    if host_and_port is None:
+        return world.store
+    patience = Patience.here()
+    resolve_rendezvous_host(world, patience.lookup)
+    if world.rank > 0 or agent_hosts_store():
+        reach(world, patience)
+    else:
+        require_own_address(world, patience)
+    # torch takes no brackets in MASTER_ADDR
+    return f"tcp://{join_port(*host_and_port)}" if ":" in host_and_port[0] else world.store

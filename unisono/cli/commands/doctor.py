@@ -25,8 +25,9 @@ from cyclopts import Parameter
 import unisono
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
-from unisono.environment import terminal_columns, variables
-from unisono.errors import SettingsError
+from unisono.environment import World, host_of, join_port, terminal_columns, variables
+from unisono.environment.routes import outer_interfaces, route_to
+from unisono.errors import SettingsError, WorldError
 from unisono.launcher import local_launch
 
 NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "safetensors", "fsspec")
@@ -167,6 +168,29 @@ def _machine() -> Iterator[Finding]:
     if name is None:
         do = "ip link set lo up"
         yield Finding("broken", "loopback", "no network interface has 127.0.0.1, so processes cannot connect", do)
+    yield from _network()
+
+
+def _network() -> Iterator[Finding]:
+    """Check what processes on several hosts need: an interface, and where the launcher lets them meet."""
+    found = ", ".join(map(str, outer_interfaces())) or "no interface besides loopback"
+    yield Finding("ok", "network", found)
+    try:
+        world = World.current()
+    except WorldError as error:
+        (problem,) = error.problems
+        yield Finding("broken", "launcher", f"{problem.error} {problem.facts}", problem.remedy)
+        return
+    place = host_of(world.store)
+    if place is None:
+        return
+    true = f"{world.launcher}: process {world.rank} of {world.size}, which meet at {join_port(*place)}"
+    route = route_to(place[0])
+    if route is None:
+        do = "export MASTER_ADDR=ADDRESS (of the host of process 0, in a network that all hosts share)"
+        yield Finding("broken", "launcher", f"{true}: no route leads there from here", do)
+    else:
+        yield Finding("ok", "launcher", f"{true}, by {route}")
 
 
 def _processor() -> str:

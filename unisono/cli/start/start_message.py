@@ -9,6 +9,7 @@ from unisono import __version__
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
 from unisono.config.wording import wrapped
+from unisono.distributed.rendezvous.interfaces import describe_network
 from unisono.monitor import console
 from unisono.train.recovery.survival import about_shards, may_survive
 
@@ -46,6 +47,8 @@ def print_start(
     more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     say(f"unisono {__version__}: {processes}, {threads}{more}")
+    if network := describe_network(context.world):
+        say(network)
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if fewer and resumed is None and (advice := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):

@@ -9,33 +9,23 @@ from __future__ import annotations
 import socket
 import time
 
-import psutil  # type: ignore[import-untyped]
-
 from unisono.environment import World, host_of, variables
+from unisono.environment.routes import outer_interfaces
 from unisono.errors import UnreachableHostError
-
-LOOKUP_SECONDS = 5.0
-"""Time limit for a busy name server, in seconds."""
-
-CLUSTER_LOOKUP_SECONDS = 300.0
-"""This limit in Kubernetes, where the name of a pod resolves once the pod exists, and pods start at different times."""
 
 RETRY_SECONDS = 0.5
 """Seconds between two lookups."""
 
 
-def resolve_rendezvous_host(world: World, timeout: float | None = None) -> None:
-    """Look up the host that MASTER_ADDR names, for `timeout` seconds.
+def resolve_rendezvous_host(world: World, timeout: float) -> None:
+    """Look up the host of the run's store, for `timeout` seconds.
 
     Raises:
         UnreachableHostError: the name does not resolve.
     """
     address = host_of(world.store)
-    if world.store != "env://" or address is None:
+    if address is None:
         return
-    if timeout is None:
-        in_a_cluster = bool(variables(("KUBERNETES_SERVICE_HOST",)))
-        timeout = CLUSTER_LOOKUP_SECONDS if in_a_cluster else LOOKUP_SECONDS
     until = time.monotonic() + timeout
     host, port = address
     while (reason := resolution_error(host)) and time.monotonic() < until:
@@ -43,11 +33,11 @@ def resolve_rendezvous_host(world: World, timeout: float | None = None) -> None:
     if not reason:
         return
     next_step = "export MASTER_ADDR=ADDRESS (the IP address of rank 0's host)."
-    if host == world.host or world.local_size == world.size:
+    if world.store == "env://" and (host == world.host or world.local_size == world.size):
         next_step = f"torchrun --local-addr 127.0.0.1 ... (all processes on this host), or add {host} to /etc/hosts."
     raise UnreachableHostError(
         f"Process {world.rank} cannot connect to host {host}, port {port} (MASTER_ADDR).",
-        f"The name {host} does not resolve on {world.host}: {reason}.",
+        f"The name {host} does not resolve on {world.host}: {reason} (tried for {timeout:g} s).",
         next_step,
     )
 
@@ -84,7 +74,4 @@ def resolution_error(host: str) -> str:
 
 def interface() -> str:
     """Return a network interface with an address that other hosts may reach, as an example; eth0 if there is none."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and not a.address.startswith("127.") for a in addresses):
-            return name
-    return "eth0"
+    return next((each.name for each in outer_interfaces()), "eth0")

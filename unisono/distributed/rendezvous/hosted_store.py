@@ -3,9 +3,9 @@
     process 0   on host a: opens port p, writes the name there <--- process 1: connects, finds the name, continues
                                                                <--- process 2: the same
 
-The port is derived from the number of a job (environment.py), so another program may use it. Then process 0 cannot open
-it and raises an error. A process that connects to the other program finds another name or none, and raises an error,
-too, instead of mixing two runs.
+The port is derived from the name of a job (environment/addresses.py), so another program may use it. Then process 0
+cannot open it and raises an error. A process that connects to the other program finds another name or none, and raises
+an error, too, instead of mixing two runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from unisono.distributed.process_group import TIMEOUT
-from unisono.distributed.rendezvous.host_names import resolution_error
-from unisono.environment import host_of
-from unisono.errors import UnreachableHostError, WorldError
-
-HOSTED = "hosted://"
+from unisono.distributed.rendezvous.host_names import resolve_rendezvous_host
+from unisono.distributed.rendezvous.reachable import Patience, reach, require_own_address
+from unisono.environment import World, host_of
+from unisono.errors import WorldError
 
 NAME_TIMEOUT = timedelta(seconds=30)
 """Process 0 writes the name immediately after it has opened the port."""
@@ -28,24 +27,32 @@ CONNECT_TIMEOUT = timedelta(minutes=10)
 """All tasks of a step start together, but a file system from which a hundred of them import torch may be slow."""
 
 
-def host_store(address: str, rank: int, *, timeout: timedelta = NAME_TIMEOUT) -> dist.Store:
+def host_store(world: World, patience: Patience, *, timeout: timedelta = NAME_TIMEOUT) -> dist.Store:
     """Return the store at hosted://host:port/name, which process 0 opens.
+
+    Args:
+        world: this process's place in the run, with the address.
+        patience: time limits for finding process 0.
+        timeout: time limit for the name.
 
     Raises:
         WorldError: the port cannot be opened, or another program uses it.
-        UnreachableHostError: the host's name does not resolve.
+        UnreachableHostError: the host's name does not resolve, or the host cannot be reached.
     """
+    address, rank = world.store or "", world.rank
     host_and_port = host_of(address)
     assert host_and_port is not None, address
     (host, port), name = host_and_port, address.rpartition("/")[2]
     error_line = f"Process {rank} cannot connect to the run's store on host {host}, port {port}."
     next_step = (
-        f"export MASTER_PORT={other_port(port)} in the job's script (another port), or MASTER_ADDR=ADDRESS, if Slurm "
-        "calls that host by a name of its own."
+        f"export MASTER_PORT={other_port(port)} for all processes (another port), or MASTER_ADDR=ADDRESS, if the "
+        "launcher calls that host by a name of its own."
     )
-    if reason := resolution_error(host):
-        next_step = "export MASTER_ADDR=ADDRESS in the job's script: that of the step's first host, where process 0 is."
-        raise UnreachableHostError(error_line, f"The name {host} does not resolve on this host: {reason}.", next_step)
+    resolve_rendezvous_host(world, patience.lookup)
+    if rank == 0:
+        require_own_address(world, patience)
+    else:
+        reach(world, patience)
     try:
         store: dist.Store = dist.TCPStore(
             host, port, is_master=rank == 0, timeout=CONNECT_TIMEOUT, wait_for_workers=False
