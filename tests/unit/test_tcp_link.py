@@ -10,6 +10,7 @@ import torch
 
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
+from unisono.param_server import tcp_link
 from unisono.param_server.connections import Message, WorkerConnections
 from unisono.param_server.tcp_link import TcpLink, build_links
 from unisono.testing import run_ranks
@@ -120,3 +121,16 @@ def meet(world: World) -> list[int]:
 
 def test_workers_and_servers_find_each_other() -> None:
     assert run_ranks(meet, 5) == [[1, 2, 3, 4], [0, 2, 3, 4], [0, 1], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_server_for_other_hosts_listens_on_ipv4_and_ipv6(host: str) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    addresses = tcp_link._addresses()
+    assert "::1" in addresses[-2:]
+    assert not any("%" in address for address in addresses)
+    with tcp_link._listen(2, here=False) as door:
+        socket.create_connection((host, door.getsockname()[1]), timeout=5).close()
+    with tcp_link._listen(2, here=True) as door:
+        assert door.getsockname()[0] == "127.0.0.1"

@@ -31,6 +31,7 @@ import torch
 
 from unisono import environment
 from unisono.distributed.process_group import ProcessGroup
+from unisono.environment.routes import is_loopback
 from unisono.errors import WorldError
 from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
 from unisono.tensors.spec import TensorSpec
@@ -129,7 +130,7 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     hosts = group.all_gather_object(socket.gethostname())
     here = len(set(hosts)) == 1
     if group.rank < servers:
-        with socket.create_server(("127.0.0.1" if here else "", 0), backlog=group.size) as door:
+        with _listen(group.size, here=here) as door:
             key = secrets.token_hex(32)
             addresses = ["127.0.0.1"] if here else _addresses()
             doors = group.all_gather_object({"addresses": addresses, "port": door.getsockname()[1], "key": key})
@@ -139,13 +140,21 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
 
 
+def _listen(backlog: int, *, here: bool) -> socket.socket:
+    """Return a socket that listens on this host only, or at all of its IPv4 and IPv6 addresses."""
+    if here or not socket.has_dualstack_ipv6():
+        return socket.create_server(("127.0.0.1" if here else "", 0), backlog=backlog)
+    return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+
+
 def _addresses() -> list[str]:
-    """Return the addresses of this host: in the network that gloo uses, or in all of them."""
+    """Return the addresses of this host: in the network that gloo uses, or in all of them, loopback last."""
     named = environment.variables(("GLOO_SOCKET_IFNAME",)).get("GLOO_SOCKET_IFNAME")
     networks = psutil.net_if_addrs()
     chosen = [networks[named]] if named in networks else networks.values()
-    found = [a.address for of in chosen for a in of if a.family == socket.AF_INET]
-    return sorted(found, key=lambda address: address.startswith("127."))
+    found = [a.address for of in chosen for a in of if a.family in (socket.AF_INET, socket.AF_INET6)]
+    lasting = [address for address in found if "%" not in address]  # link-local: another name on each host
+    return sorted(lasting, key=lambda address: (is_loopback(address), ":" in address))
 
 
 def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, TcpLink]:
