@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command import Command
-from unisono.cli.commands.doctor import Finding, print_finding, run_isolated
+from unisono.cli.commands.doctor import Finding, network, print_finding, run_isolated
+from unisono.environment.addresses import port_of_job
+from unisono.environment.routes import interface_with
 
 
 @pytest.mark.slow
@@ -46,3 +48,22 @@ def test_a_finding_shows_the_next_step(capsys: pytest.CaptureFixture[str], tmp_p
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"broken disk           0.0 GB free in {tmp_path}"
     assert second.strip() == "Next: free some"
+
+
+def test_networks_and_the_place_in_a_run_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+    for name in (*names, "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    (alone,) = network()
+    assert (alone.level, alone.what) == ("ok", "network")
+    loopback = interface_with("127.0.0.1")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "127.0.0.1\n127.0.0.2")
+    monkeypatch.setenv("SKYPILOT_TASK_ID", "mine")
+    _, place = network()
+    port = port_of_job("mine")
+    assert place.facts == f"skypilot: process 1 of 2, which meet at 127.0.0.1:{port}, by {loopback}"
+    monkeypatch.delenv("SKYPILOT_NODE_RANK")
+    _, broken = network()
+    assert (broken.level, broken.what) == ("broken", "launcher")
+    assert broken.facts == "Cannot join the nodes of a SkyPilot task. SKYPILOT_NODE_RANK is not set."

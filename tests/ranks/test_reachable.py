@@ -80,7 +80,7 @@ def test_a_refused_connection_is_tried_for_longer_because_process_0_may_be_start
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("[::1]", socket.AF_INET6)])
 def test_a_port_that_opens_later_is_reached(host: str, family: socket.AddressFamily) -> None:
-    if family == socket.AF_INET6 and route_to("::1") is None:
+    if family == socket.AF_INET6 and interface_with("::1") is None:
         pytest.skip("this machine has no IPv6")
     port = free_port()
     opened: list[socket.socket] = []

@@ -168,10 +168,10 @@ def _machine() -> Iterator[Finding]:
     if name is None:
         do = "ip link set lo up"
         yield Finding("broken", "loopback", "no network interface has 127.0.0.1, so processes cannot connect", do)
-    yield from _network()
+    yield from network()
 
 
-def _network() -> Iterator[Finding]:
+def network() -> Iterator[Finding]:
     """Check what processes on several hosts need: an interface, and where the launcher lets them meet."""
     found = ", ".join(map(str, outer_interfaces())) or "no interface besides loopback"
     yield Finding("ok", "network", found)
