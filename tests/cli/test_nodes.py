@@ -45,7 +45,7 @@ def test_the_others_continue_without_a_node(command: Command) -> None:
     whole = uninterrupted(command)
     first, second = start_nodes(command, "--set", "pause=0.05")
     with command.listening():
-        command.wait_for("step 5 of")
+        command.wait_for(*(f"step 5 of {rank}" for rank in range(3)))
     kill_process_tree(second)
     ended = command.end(first)
     assert ended.status == 0, ended.err
@@ -60,7 +60,7 @@ def test_an_agent_ends_with_its_launcher(command: Command) -> None:
     command.script(SCRIPT)
     first, second = start_nodes(command, "--set", "pause=0.2")
     with command.listening():
-        command.wait_for("step 0 of")
+        command.wait_for(*(f"step 0 of {rank}" for rank in range(3)))
     there = psutil.Process(second.pid).children(recursive=True)
     assert len(there) == 2
     kill_process_tree(first)
@@ -69,19 +69,49 @@ def test_an_agent_ends_with_its_launcher(command: Command) -> None:
     assert psutil.wait_procs(there, 5.0)[1] == []
 
 
-@pytest.mark.slow
-def test_a_node_that_differs_is_one_message(command: Command) -> None:
+def test_a_port_in_use_is_one_message(command: Command) -> None:
     command.script(SCRIPT)
-    (command.folder / "elsewhere").mkdir()
-    (command.folder / "elsewhere" / "script.py").write_text(SCRIPT + "# changed\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = ["run", "script.py", "--ranks", "2", "--nodes", "2", "--meet", f"127.0.0.1:{port}"]
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
+        taken.bind(("127.0.0.1", 0))
         taken.listen()
-        ended = command.end(command.start(*words, "--node", "0"))
+        port = taken.getsockname()[1]
+        words = ("--ranks", "2", "--nodes", "2", "--node", "0", "--meet", f"127.0.0.1:{port}")
+        ended = command.run("run", "script.py", *words)
     assert ended.status == 2
-    assert f"Node 0 cannot wait for the others at 127.0.0.1, port {port}.\n  Address already in use." in ended.err
-    time.sleep(0.1)
+    assert ended.err.startswith(
+        f"Node 0 cannot wait for the others at 127.0.0.1, port {port}.\n  Address already in use."
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("--nodes 2", "--nodes needs --meet."),
+        ("--nodes 2 --node 2 --meet a:1", "--node 2 is out of range."),
+        ("--nodes 2 --meet a", "Invalid value for --meet: a"),
+        ("--nodes 2 --meet a:1 --hosts b", "--hosts cannot be combined with --nodes."),
+        ("--hosts a:0", "Invalid value for --hosts: a:0"),
+        ("--hosts a:1 --ranks 3", "--ranks 3 is more than the hosts have room for."),
+    ],
+)
+def test_wrong_flags_are_one_message(command: Command, words: str, error: str) -> None:
+    command.script(SCRIPT)
+    ended = command.run("run", "script.py", *words.split())
+    assert (ended.status, ended.err.splitlines()[0]) == (2, error)
+
+
+@pytest.mark.slow
+def test_nodes_of_a_job_need_no_flags(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    command.script(SCRIPT)
+    whole = uninterrupted(command)
+    monkeypatch.setenv("SKYPILOT_NODE_IPS", "127.0.0.1\n127.0.0.2")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
+    monkeypatch.setenv("SKYPILOT_TASK_ID", f"sky-{time.time()}-4")
+    started = []
+    for index in (1, 0):
+        monkeypatch.setenv("SKYPILOT_NODE_RANK", str(index))
+        started.append(command.start("run", "script.py", "--run-dir", "out", "--ranks", "4"))
+    other, first = (command.end(process) for process in started)
+    assert (first.status, other.status) == (0, 0), first.err + other.err
+    found = result(command, "out")
+    assert (found["ranks"], found["weights_sha256"]) == (4, whole["weights_sha256"])

@@ -67,7 +67,8 @@ def run(
     watch
         Serve the growing report of the run, and print its address (unisono watch).
     """
-    world = World.current()
+    several = several.in_job(ranks)
+    world = World() if several.words else World.current()
     ranks = several.ranks(ranks)
     flags = _flags(ranks, cpu_ranks, ranks_per_device, watch) + several.words
     if world.foreign and world.size > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from unisono.cli.request.restarts import Hosts, say_line
 from unisono.cli.request.run_options import WHERE
 from unisono.cli.request.suggestions import WHOLE
+from unisono.environment import read_nodes
 from unisono.errors import SettingsError
 from unisono.launcher.hosts.cluster import SshConnector
 from unisono.launcher.hosts.host_list import ListedHost, assign_slots, parse_hosts
@@ -50,6 +51,17 @@ class HostFlags:
     def is_agent(self) -> bool:
         """Whether this host only runs processes that node 0 starts."""
         return self.nodes > 1 and self.node > 0
+
+    def in_job(self, ranks: str) -> HostFlags:
+        """Return the flags, with the nodes of the job that an engine has started (SkyPilot, dstack, Kubernetes).
+
+        One process on each node needs no launcher: then the flags stay.
+        """
+        nodes = read_nodes()
+        if nodes is None or self.words or ranks in ("1", str(nodes.count)):
+            return self
+        address = f"[{nodes.address}]" if ":" in nodes.address else nodes.address
+        return replace(self, nodes=nodes.count, node=nodes.index, meet=f"{address}:{nodes.port}")
 
     def ranks(self, typed: str) -> str:
         """Return the number of processes: as typed, or the slots of the hosts.

@@ -80,7 +80,7 @@ def _parse(entry: str, text: str) -> ListedHost:
         name, colon, slots = entry.partition(":")
         slots = slots if colon else None
     if not re.fullmatch(r"[\w.@:%-]+", name) or name.startswith("-"):
-        raise _error(text, f"{name or entry!r} is no name of a host.")
+        raise _error(text, f"{name or entry} is no name of a host.")
     if slots is not None and not (slots.isdecimal() and int(slots) > 0):
         raise _error(text, f"{name} has {slots or 'no'} slots; it needs a whole number of at least 1.")
     return ListedHost(name, int(slots or 0), name in (*THIS_HOST, socket.gethostname()))
@@ -88,8 +88,12 @@ def _parse(entry: str, text: str) -> ListedHost:
 
 def _lines_of(file: Path) -> list[str]:
     """Return the entries of a host file, with `slots=4` (Open MPI, DeepSpeed) or `:4` (MPICH) behind a name."""
-    lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-    return [re.sub(r"\s+(?:max_)?slots\s*=\s*", ":", line).split()[0] for line in lines if line]
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        name, *more = line.partition("#")[0].split(maxsplit=1) or [""]
+        slots = re.search(r"(?:^|\s)slots\s*=\s*(\w+)", "".join(more))
+        found += [f"{name}:{slots[1]}" if slots else name] if name else []
+    return found
 
 
 def _error(text: str, facts: str) -> SettingsError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +19,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.errors import SettingsError, UnreachableHostError
+from unisono.errors import SettingsError
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
 from unisono.launcher.hosts.host_list import ListedHost
-from unisono.launcher.hosts.message_stream import MessageStream
+from unisono.launcher.hosts.message_stream import Message, MessageStream
 from unisono.launcher.hosts.remote_host import Link
 
 MEET_SECONDS = 300.0
@@ -90,7 +91,7 @@ class NodeConnector:
         """Yield the connections to these nodes, by their number.
 
         Raises:
-            UnreachableHostError: the port cannot be opened, or a node does not connect in time.
+            SettingsError: the port cannot be opened, or a node does not connect in time.
         """
         links: dict[int, SocketLink] = {}
         began = time.monotonic()
@@ -103,7 +104,7 @@ class NodeConnector:
                 if waited > MEET_SECONDS:
                     fact = f"At {self._at} it has not connected within {MEET_SECONDS:g} s."
                     do = f"start the same command there with --node {missing[0]}, and look at its output"
-                    raise UnreachableHostError(f"Cannot start without {names}.", fact, do)
+                    raise SettingsError(f"Cannot start without {names}.", fact, do)
                 if waited > WARN_SECONDS and not warned:
                     warned = True
                     self._say(f"waiting for {names} at {self._at}: has the command been started there?")
@@ -126,19 +127,20 @@ class NodeConnector:
             listener.listen(1024)
         except OSError as failure:
             do = "--meet ADDRESS:PORT, with an address of node 0 and a free port"
-            raise UnreachableHostError(error, f"{failure.strerror or failure}.", do) from None
+            raise SettingsError(error, f"{failure.strerror or failure}.", do) from None
         return listener
 
 
 def _hello_of(connection: socket.socket) -> int:
     """Return the number of the node that has connected; -1 if it is none."""
-    connection.settimeout(HELLO_SECONDS)
     stream = MessageStream(connection.fileno(), connection.fileno())
+    messages: list[Message] | None = []
+    until = time.monotonic() + HELLO_SECONDS
     try:
-        messages = stream.receive()
+        while messages == [] and select.select([connection], [], [], max(0.0, until - time.monotonic()))[0]:
+            messages = stream.receive()
     except ValueError:
         messages = None
-    connection.settimeout(None)
     return int(messages[0].values.get("node", -1)) if messages else -1
 
 
@@ -146,7 +148,7 @@ def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int
     """Serve the launcher at the meeting point as node `number`. Return the exit status of the run.
 
     Raises:
-        UnreachableHostError: it cannot be reached in time.
+        SettingsError: it cannot be reached in time.
     """
     while True:
         connection = _reach(number, at, say)
@@ -177,7 +179,7 @@ def _reach(number: int, at: MeetingPoint, say: Callable[[str], None]) -> socket.
             warned = True
             say(f"node {number} tries to reach {at}: {reason}")
         time.sleep(RETRY_SECONDS)
-    raise UnreachableHostError(
+    raise SettingsError(
         f"Node {number} cannot reach {at}, within {MEET_SECONDS:g} s.",
         f"The last attempt ended with: {reason}.",
         "start node 0, check the address with which it is reached from here, and let its firewall accept the port",
