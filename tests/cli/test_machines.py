@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.cli.command import Command
 from tests.cli.test_deaths import DYING
 from tests.cli.test_training import SCRIPT, result
@@ -41,6 +43,7 @@ def test_a_run_samples_its_host_and_states_its_traffic(command: Command) -> None
     assert f"({energy['source']})" in " ".join(ended.out.split())
 
 
+@pytest.mark.slow
 def test_another_process_samples_after_the_death_of_the_one_that_does(command: Command) -> None:
     command.script(DYING)
     ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "out", *QUICK, "--set", "deaths=9:0")

@@ -147,6 +147,7 @@ def test_prometheus_reads_the_page(command: Command, tmp_path: Path) -> None:
         server.wait(30)
 
 
+@pytest.mark.slow
 def test_a_killed_process_beside_the_run_is_one_line_and_training_continues(command: Command) -> None:
     """Trackers and the metrics page have a process each. The script kills both, as a lack of memory does."""
     killing = """        if step.number == 3:

@@ -108,7 +108,7 @@ def test_the_command_shows_operators_phases_and_memory(command: Command) -> None
     command.script(SCRIPT)
     command.train("out", *STEPS, "--set=profile.ranks=1", "--set=profile.memory=true", "--set=steps=12", ranks=2)
     assert [path.name for path in (command.folder / "out" / "profile").glob("rank-*")] == ["rank-1.json.gz"]
-    shown = command.run("profile", "out")
+    shown = command.run("profile", "out", "--rows", "200")
     assert shown.status == 0, shown.err
     for words in ("rank 1 on", "aten::addmm", "phases  ", "forward", "memory  ", "ui.perfetto.dev", "chrome://tracing"):
         assert words in shown.out, shown.out

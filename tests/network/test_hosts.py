@@ -329,8 +329,9 @@ def test_a_clock_is_wrong(pair: list[Host]) -> None:
 
 
 HOLD = """
-import time
+import signal, time
 from tests.network.hosts import hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background of a shell ignores it
 with hosts(2) as (a, b):
     a.network.join()
     a.link(delay_seconds=0.01)

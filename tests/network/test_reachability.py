@@ -54,6 +54,7 @@ def start_on_host(
     )
 
 
+@pytest.mark.slow
 def test_hosts_whose_own_names_resolve_to_loopback(line: ThinLine, command: Command) -> None:
     """Debian gives each host's name 127.0.1.1 there, so gloo would announce an address that no other host reaches."""
     (command.folder / "script.py").write_text(SCRIPT)

@@ -49,6 +49,10 @@ ONE_EACH = DeviceAssignment()
 """Each rank has an accelerator of its own."""
 
 
+OWN_LAUNCHERS = ("python", "unisono", "test")
+"""A single process, our launcher, and unisono/testing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """One process's place in its run.
@@ -118,7 +122,7 @@ class World:
     @property
     def foreign(self) -> bool:
         """Whether another launcher than ours has started all processes of this run."""
-        return self.launcher not in ("python", "unisono")
+        return self.launcher not in OWN_LAUNCHERS
 
     @classmethod
     def current(cls) -> World:
