@@ -281,6 +281,7 @@ def server(tmp_path: Path) -> Iterator[str]:
 
 @needs_server
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_mlflow_has_every_step_once_after_kills(folder: Folder, server: str) -> None:
     kill_often(folder, "mlflow", 12.0, MLFLOW_TRACKING_URI=server)
     assert folder.finish("mlflow", MLFLOW_TRACKING_URI=server) == ""

@@ -87,6 +87,7 @@ def kill_often(command: Command, track: str, pause: float, longest: float) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @needs_server
 def test_mlflow_has_every_step_once_after_kills_and_resumes(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,6 +111,7 @@ print(json.dumps([run.info.status, steps]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_step_is_there_once_after_kills_and_resumes(command: Command) -> None:
     track = ",".join(("csv", "tensorboard", *(name for name in ("wandb", "trackio") if find_spec(name))))
     kill_often(command, track, 0.1, 1.5)
