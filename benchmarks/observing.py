@@ -3,7 +3,7 @@
     python -m benchmarks.observing            about six minutes
     python -m benchmarks.observing --quick    a smoke test
 
-One process trains with steps of about 30 ms, in blocks that alternate:
+One process trains with steps of 15 to 30 ms, in blocks that alternate:
 
     off       without samples of the host
     default   as every run: with samples of the host every two seconds
