@@ -404,7 +404,9 @@ def test_a_closed_pipe_does_not_stop_training(clock: FakeClock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "shown"), [("latin-1", "é ? x ?"), ("ascii", "? ? x ?"), ("utf-8", "é → x ?"), ("utf-16", "é → x ?")]
+    ("encoding", "shown"),
+    [("latin-1", "é ? x ?"), ("ascii", "? ? x ?"), ("utf-8", "é → x ?"), ("utf-16", "é → x ?")],
+    ids=["latin-1", "ascii", "utf-8", "utf-16"],
 )
 def test_characters_that_the_stream_does_not_know_are_replaced(clock: FakeClock, encoding: str, shown: str) -> None:
     raw = io.BytesIO()
