@@ -2,6 +2,7 @@
 
     python -m benchmarks.findings                 about six minutes
     python -m benchmarks.findings --only storage --only uneven-batch
+    python -m benchmarks.findings --healthy       runs without a bottleneck, about seven minutes
 
 Every case is a run of benchmarks/findings/planted.py. Its report must name the cause. Then the run starts again with
 the advice taken. The measured gain is the share of the time for a sample that this saves, without the first steps.
@@ -106,6 +107,36 @@ CASES = {
     "shared-cores": Case("shared-cores", 2, "width=1024 depth=6 batch=32 steps=250", "", beside=2),
 }
 
+HEALTHY = {
+    "text, 1 rank": ("text", 1, "steps=60"),
+    "text, 2 ranks": ("text", 2, "steps=100"),
+    "image, 1 rank": ("image", 1, "steps=600"),
+    "image, 2 ranks": ("image", 2, "steps=1000"),
+    "speech, 1 rank": ("speech", 1, "steps=400"),
+    "speech, 2 ranks": ("speech", 2, "steps=600"),
+    "topics, 1 rank": ("topics", 1, "steps=6000"),
+    "even layers, 2 ranks": (str(SCRIPT), 2, "width=1024 depth=6 batch=32 steps=250"),
+    "rare checkpoints": (str(SCRIPT), 1, "width=1024 depth=6 batch=32 checkpoint.every=100 steps=200"),
+    "a loader worker": (str(SCRIPT), 1, "plant=decoding cost=1 width=1024 depth=6 loader.workers=1 steps=250"),
+    "a pipeline": (str(SCRIPT), 2, "width=1024 depth=6 batch=64 parallel.pipeline=2 micro_batch=4 steps=120"),
+    "shards": (str(SCRIPT), 2, "width=1536 depth=4 batch=16 parallel.shard=2 parallel.reshard=step steps=200"),
+}
+"""Runs that have no bottleneck: the target, the ranks and the settings of each."""
+
+
+def play_healthy(target: str, ranks: int, settings: str) -> tuple[float, list[Finding]]:
+    """Play a run without a bottleneck. Return its seconds and what is found in it."""
+    flags = [word for setting in settings.split() for word in ("--set", setting)]
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        words = [sys.executable, "-m", "unisono", "run", target, "--ranks", str(ranks), "--run-dir", f"{place}/run"]
+        done = subprocess.run([*words, *flags], cwd=place, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(words + flags)}\n{done.stdout}\n{done.stderr}")
+        files = RunFiles(Path(place) / "run")
+        files.read()
+        return time.perf_counter() - began, find_all(files)
+
 
 def run(case: Case, settings: dict[str, str], folder: Path) -> RunFiles:
     """Run the planted script, and return its files."""
@@ -204,9 +235,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=CASES, default=[])
     parser.add_argument("--times", type=int, default=1, help="runs of each kind; the median counts")
+    parser.add_argument("--healthy", action="store_true", help="play runs without a bottleneck")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     began = time.perf_counter()
+    if options.healthy:
+        for name, healthy in HEALTHY.items():
+            seconds, found = play_healthy(*healthy)
+            print(f"{name:22} {seconds:4.0f} s  {[each.fact for each in found] or 'no finding'}", flush=True)
+        print(f"\n{line()}")
+        return
     for name, case in CASES.items():
         if options.only and name not in options.only:
             continue

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from tests.ranks import training
 from tests.ranks.loops import Numbers, attempt, linear, loss_of, sgd, train, whole
 from tests.ranks.test_several_passes import CONFIG, alternating, together
 from tests.ranks.training import settings
+from unisono import phases
 from unisono.config import ParallelSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import to_local
 from unisono.environment import World
+from unisono.parallel.fsdp.fsdp import ShardedLayer
 from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.run import Run
@@ -444,3 +447,23 @@ def test_memory_is_divided(tmp_path: Path) -> None:
         for here in run_ranks(bytes_held, size, tmp_path, ParallelSettings(shard=size)):
             for mine, all_ in zip(here, single, strict=True):
                 assert mine <= 1.1 * all_ / size
+
+
+def gathering(run: Run[Any]) -> Any:
+    """Return the phases in which layers are gathered."""
+    found, unshard = set(), ShardedLayer.unshard
+
+    def noted(layer: ShardedLayer) -> Any:
+        found.add(phases.now())
+        return unshard(layer)
+
+    with mock.patch.object(ShardedLayer, "unshard", noted):
+        train(run)
+    return found
+
+
+def test_gathering_once_a_step_is_part_of_the_forward_pass(tmp_path: Path) -> None:
+    """It is not part of fetching data, which it follows."""
+    config = replace(CONFIG, parallel=ParallelSettings(shard=2, reshard="step"))
+    for found in run_ranks(attempt, 2, tmp_path, gathering, config):
+        assert found == {"forward"}

@@ -114,7 +114,7 @@ CASES: dict[str, tuple[str, str, float | None, Planted]] = {
     "no free core": (
         "data",
         "cheaper",
-        0.5,
+        0.25,
         Planted(
             both(data=0.1),
             SLEEPS,
@@ -272,6 +272,14 @@ HEALTHY_RUNS = {
     "rare checkpoints": Planted(every=100, rare={"checkpoint": 0.3}, settings={"checkpoint.every": 100}),
     "one evaluation at the end": Planted(every=399, rare={"evaluate": 9.0}),
     "busy workers": Planted(settings={"loader.workers": 2}, sample=processes(workers={"count": 2, "cpu": 1.9})),
+    "fetches as quick as a worker": Planted(both(data=0.012), spans=((0, 8), (0, 8))),
+    "workers that pass small micro-batches": Planted(
+        both(data=0.011),
+        SLEEPS,
+        {"loader.workers": 1},
+        spans=((0, 8), (0, 8)),
+        sample=processes(workers={"count": 1, "cpu": 0.25}),
+    ),
     "an even pipeline": Planted(settings={"parallel.pipeline": 2, "micro_batch": 1}, spans=((0, 8), (0, 8))),
     "shards in few rounds": Planted(
         settings={"parallel.shard": 2, "parallel.reshard": "layer"}, spans=((0, 8), (0, 8))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono import phases
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import to_local
 from unisono.exchange.base import Exchange, Spans, Weights
@@ -118,8 +119,12 @@ class GradientPass:
         )
 
     def _gather(self) -> list[torch.nn.Parameter]:
-        """Gather all layers of all models, until `commit`, and return every parameter as a whole."""
-        whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.unshard(), strict=True)}
+        """Gather all layers of all models, until `commit`, and return every parameter as a whole.
+
+        Its time is that of forward passes, in which layers are gathered one by one.
+        """
+        with phases.phase("forward"):
+            whole = {id(s): p for layer in self.gathered for s, p in zip(layer.params, layer.unshard(), strict=True)}
         return [whole[id(p)] for p in self.params]
 
     # -- completing the gradient

@@ -11,6 +11,9 @@ HALVED = ("fp16", "bf16")
 SMALL = 256e3
 """Bytes of a step below which sending half of them saves no time. At 1 Gbit/s they take 2 ms."""
 
+SMALL_ON_A_HOST = 2e6
+"""The same where all ranks are on one host. At 1 GB/s they take 2 ms."""
+
 
 def exchange_bound(run: Evidence) -> Finding | None:
     """Find training that waits for bytes: the rank that waits least for others needs that long for messages."""
@@ -26,7 +29,8 @@ def exchange_bound(run: Evidence) -> Finding | None:
     if sent:
         evidence.append(f"A process sends {sent / 1e6:.3g} MB in a step, {sent / transfer / 1e6:.3g} MB/s.")
     fact = f"Exchanging gradients takes {percent(share)} of the time."
-    if 0 < sent < SMALL:  # the time is that of messages, whatever their size
+    hosts = {start.get("host") for start in run.starts.values()}
+    if 0 < sent < (SMALL if len(hosts) > 1 else SMALL_ON_A_HOST):  # the time is that of messages, whatever their size
         gain, advice = share / 2, "a larger --set batch has more work for each exchange; or fewer --ranks"
     elif kind == "none":
         gain = share / 2  # half of the bytes
