@@ -43,7 +43,7 @@ def build(context: LoopContext, loop: str) -> Iterator[LoopStep]:
         case "DDP":
             return ddp(context)
         case "messages":
-            return ours(context, context.settings, replace(context.group, neighbors={}), loop)
+            return ours(context, context.settings, replace(context.group, neighbors={}, hosts=()), loop)
         case "allreduce":
             return ours(context, replace(context.settings, exchange="allreduce"), context.group, loop)
     return ours(context, context.settings, context.group, loop)

@@ -85,7 +85,7 @@ def measure_copies(world: World, loop: str, virtual_ranks: int, width: int, fold
         before = reset_peak()
         shared = 0
         if loop in ("ours", "messages"):
-            group = group if loop == "ours" else replace(group, neighbors={})
+            group = group if loop == "ours" else replace(group, neighbors={}, hosts=())
             settings = Settings(steps=STEPS, batch=2 * virtual_ranks, virtual_ranks=virtual_ranks)
             run = build_run(settings, world, group, Path(folder))
             model = run.place(net)

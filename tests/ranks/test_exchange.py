@@ -106,7 +106,8 @@ def run_exchange(
 def on_hosts(group: ProcessGroup, hosts: str) -> ProcessGroup:
     """Pretend that rank r is on host hosts[r], so that only ranks on one host are neighbors."""
     assert len(group.neighbors) == group.size - 1  # this machine can share memory
-    return replace(group, neighbors={r: pid for r, pid in group.neighbors.items() if hosts[r] == hosts[group.rank]})
+    neighbors = {r: pid for r, pid in group.neighbors.items() if hosts[r] == hosts[group.rank]}
+    return replace(group, neighbors=neighbors, hosts=tuple(map(hosts.index, hosts[: group.size])))
 
 
 def with_bucket_bytes(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange:
@@ -117,7 +118,7 @@ def with_bucket_bytes(exchange: TreeExchange, bucket_bytes: int) -> TreeExchange
     return exchange
 
 
-@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aaa", "abb", "aaaa", "abca"])
+@pytest.mark.parametrize("hosts", ["a", "aa", "ab", "aaa", "abb", "aaaa", "abca", "aabb"])
 @pytest.mark.parametrize(
     ("virtual_ranks", "pieces", "bucket_bytes"), [(8, 1, 100), (8, 3, 2**20), (5, 1, 2**20), (7, 2, 600)]
 )

@@ -224,7 +224,8 @@ def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
 def build_group(world: World, device: torch.device, *, mixed: bool = False, staged: bool = False) -> ProcessGroup:
     """Return the group of the run's processes, whose torch group exists. Collective."""
     group = ProcessGroup(world.rank, world.size, device, mixed, staged)
-    return replace(group, neighbors=find_neighbors(group))
+    pids, hosts = find_neighbors(group)
+    return replace(group, neighbors=pids, hosts=hosts)
 
 
 def new_line_group(

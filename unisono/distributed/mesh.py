@@ -54,7 +54,7 @@ class Mesh:
             return
         for line, names in ((self.replicate, ["replicate"]), (self.shard, ["shard"])):
             new = _line(self.axes, self.world, *names)
-            line.regroup(new.rank, new.size, new.neighbors, new.members, new.handle)
+            line.regroup(new.rank, new.size, new.neighbors, new.hosts, new.members, new.handle)
         handles: dict[str, Any] = {}
         for name in self.device_mesh.mesh_dim_names or ():
             handles[name] = getattr(self, name).handle or dist.group.WORLD
@@ -148,6 +148,13 @@ def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     if len(mine) == world.size:
         return world
     neighbors = {i: world.neighbors[member] for i, member in enumerate(mine) if member in world.neighbors}
+    hosts = tuple(
+        next(i for i, first in enumerate(mine) if world.hosts[first] == world.hosts[member])
+        for member in mine
+        if world.hosts
+    )
     handle = new_line_group(lines, world.rank, world.size, elastic=world.monitor is not None)
     rank, size = mine.index(world.rank), len(mine)
-    return ProcessGroup(rank, size, world.device, world.mixed, world.staged, neighbors, mine, handle, world.monitor)
+    return ProcessGroup(
+        rank, size, world.device, world.mixed, world.staged, neighbors, hosts, mine, handle, world.monitor
+    )

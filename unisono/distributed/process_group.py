@@ -182,6 +182,7 @@ class ProcessGroup:
         mixed: whether processes have different kinds of devices.
         staged: whether messages are staged on the CPU, since the devices have no back end in common, or share one.
         neighbors: {rank: process id} of the processes that share memory with this one (shared_memory.py).
+        hosts: for every rank the lowest rank with which it shares memory; empty: no two ranks share memory.
         members: the rank of each process in the whole run; empty if the group is the whole run.
         handle: torch's group; None for that of the whole run.
         monitor: detects lost peers; None if a lost peer ends the run.
@@ -193,6 +194,7 @@ class ProcessGroup:
     mixed: bool = False
     staged: bool = False
     neighbors: Mapping[int, int] = field(default_factory=dict)
+    hosts: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
     monitor: PeerMonitor | None = None
@@ -202,11 +204,13 @@ class ProcessGroup:
         rank: int,
         size: int,
         neighbors: Mapping[int, int],
+        hosts: tuple[int, ...] = (),
         members: tuple[int, ...] = (),
         handle: dist.ProcessGroup | None = None,
     ) -> None:
         """Replace the processes of the group."""
-        self.rank, self.size, self.neighbors, self.members, self.handle = rank, size, neighbors, members, handle
+        self.rank, self.size, self.neighbors, self.hosts = rank, size, neighbors, hosts
+        self.members, self.handle = members, handle
 
     @property
     def is_main(self) -> bool:

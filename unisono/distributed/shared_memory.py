@@ -142,10 +142,23 @@ class _Probe:
         return bytes(found.tolist()) == self.secret.encode()
 
 
-def find_neighbors(group: ProcessGroup) -> Mapping[int, int]:
-    """Return {rank: process id} of the processes whose memory this one can open and that can open its own. Collective.
+class Neighbors(NamedTuple):
+    """The processes that share memory with this one.
 
-    Only processes whose gradients are in the CPU's memory have neighbors.
+    Attributes:
+        pids: {rank: process id} of them.
+        hosts: For every rank the lowest rank that shares memory with it: equal numbers are one host.
+    """
+
+    pids: Mapping[int, int] = {}
+    hosts: tuple[int, ...] = ()
+
+
+def find_neighbors(group: ProcessGroup) -> Neighbors:
+    """Find the processes whose memory this one can open and that can open its own. Collective.
+
+    Only processes whose gradients are in the CPU's memory have neighbors. If processes share memory with some of their
+    neighbors' neighbors only, none is a neighbor.
     """
     memory, secret = None, secrets.token_hex(16)
     if group.device.type == "cpu" and hasattr(os, "memfd_create"):
@@ -156,4 +169,8 @@ def find_neighbors(group: ProcessGroup) -> Mapping[int, int]:
     probes = {rank: _Probe(*probe) for rank, probe in enumerate(all_probes) if probe and memory and rank != group.rank}
     readable = group.all_gather_object([rank for rank, probe in probes.items() if probe.is_readable()])
     del memory  # no process reads it any more
-    return {rank: probes[rank].pid for rank in readable[group.rank] if group.rank in readable[rank]}
+    shared = [{rank, *(other for other in others if rank in readable[other])} for rank, others in enumerate(readable)]
+    hosts = tuple(map(min, shared))
+    if any(shared[host] != shared[rank] for rank, host in enumerate(hosts)):
+        return Neighbors({}, tuple(range(group.size)))
+    return Neighbors({rank: probes[rank].pid for rank in sorted(shared[group.rank] - {group.rank})}, hosts)

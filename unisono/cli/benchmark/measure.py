@@ -176,7 +176,7 @@ def _tree(group: ProcessGroup, count: int) -> Call:
 
 
 def _tree_messages(group: ProcessGroup, count: int) -> Call:
-    return _tree(replace(group, neighbors={}), count)
+    return _tree(replace(group, neighbors={}, hosts=()), count)
 
 
 def _all_gather(group: ProcessGroup, count: int) -> Call:

@@ -292,7 +292,7 @@ class Membership:
         self._sockets_before = _open_sockets().keys()
         connect(store, rank, size, self.backend, first_timeout(size), FORM_SECONDS)
         self.claim_sockets()
-        group.regroup(rank, size, find_neighbors(group))
+        group.regroup(rank, size, *find_neighbors(group))
         self.on_regroup()
         self.claim_sockets()
 

@@ -7,16 +7,25 @@ where the memory is and when it may be read:
     process 0   [ a0 | a1 ]  "ready"   reads b0, writes m0 here and there   "done"   [ m0 | m1 ]
     process 1   [ b0 | b1 ]  "ready"   reads a1, writes m1 here and there   "done"   [ m0 | m1 ]
 
-Between these two messages, only one process reads and writes chunk c of a bucket. A bucket is used after all processes
-have said "done"; after a failure, after all have said that they have left the step. A process that is about to add up
-sets a mark in every memory that it will write to. So its owner knows that a partial sum has been overwritten, even if
-the writer dies a moment later.
+With several processes on several hosts both happen, and one process of each host forwards a chunk
+(plan/host_routes.py). So a bucket passes four stages:
 
-All processes send the same sequence of messages: the partial sums of bucket 0, of bucket 1, the sum of bucket 0, the
-partial sums of bucket 2, the sum of bucket 1, and so on. The first message also carries the weights to divide by.
+    announce   tell the neighbors that our partial sums of the bucket are complete
+    forward    add up what this host holds of the chunks that we forward, and send the sums to the owners of the chunks
+    add up     add up our own chunk, write the total to our memory and the neighbors', and send it to its forwarders
+    spread     write the totals that have arrived to the neighbors' memory, and tell them that we are done
 
-The operations of all messages are built before the last backward (`prepare`), so an autograd hook that completes a
-bucket reaches torch's isend through `send` alone.
+Between "ready" and "done", only one process of a host reads and writes chunk c of a bucket. A bucket is used after all
+neighbors have said "done"; after a failure, after all processes have said that they have left the step. A process that
+is about to add up sets a mark in every memory that it will write to. So its owner knows that a partial sum has been
+overwritten, even if the writer dies a moment later.
+
+All processes send the same sequence of messages. The stages of a bucket are some buckets apart (`Lags`): its messages
+travel while backward computes and while other buckets are added up. The first messages also carry the weights to divide
+by.
+
+Where each process is a host of its own, the operations of all messages are built before the last backward (`prepare`),
+so an autograd hook that completes a bucket reaches torch's isend through `send` alone.
 """
 
 from __future__ import annotations
@@ -28,40 +37,45 @@ from typing import NamedTuple
 import torch
 
 from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
-from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange.base import Weights
 from unisono.exchange.buckets import BucketLayout, blocks
 from unisono.exchange.gradient_accumulation import FlatGradient
 from unisono.exchange.kernels.device_kernels import kernels_for
 from unisono.exchange.kernels.elementwise import are_finite
 from unisono.exchange.kernels.exchange_stream import ExchangeStream
+from unisono.exchange.tree.host_memory import HostMemory
+from unisono.plan.host_routes import HostRoutes, Pairs
 from unisono.plan.reduction_tree import Plan
 
 IN_FLIGHT = 2
 """Buckets whose partial sums travel at the same time: one is added up while the other travels."""
 
-ZEROS = SharedName(-1, -1)
-"""The name that stands for a partial sum of zeros, which has no memory."""
+
+class Lags(NamedTuple):
+    """How many buckets each stage is behind the announcement. Equal on all processes."""
+
+    forward: int
+    add_up: int
+    spread: int
 
 
-class _BucketMessages(NamedTuple):
-    """The messages of one bucket, and the tensors that they fill."""
+ALONE = Lags(0, IN_FLIGHT, IN_FLIGHT)
+"""Each process is a host of its own."""
 
-    parts: list[torch.Tensor | None]
-    """Our chunk of each partial sum, in the plan's order; None: it is in a neighbor's memory."""
-    chunks: torch.Tensor
-    """[size, chunk]: where the sum is gathered on this process."""
-    partial_sums: PreparedMessages
-    sums: PreparedMessages
+TOGETHER = Lags(IN_FLIGHT, IN_FLIGHT, IN_FLIGHT)
+"""All processes are on one host: nothing is forwarded."""
+
+MIXED = Lags(1, IN_FLIGHT, IN_FLIGHT + 1)
 
 
-class _NeighborMemory(NamedTuple):
-    """A gradient in a neighbor's memory."""
+class _Bucket(NamedTuple):
+    """The prepared messages of one bucket."""
 
-    flats: list[torch.Tensor]
-    """Its buckets."""
-    mark: torch.Tensor
-    """See BucketLayout.mark_of."""
+    ready: PreparedMessages
+    partial_sums: PreparedMessages | None
+    """None: they are in memory that neighbors have yet to name."""
+    totals: PreparedMessages
+    done: PreparedMessages
 
 
 class TreeAllReduce:
@@ -75,17 +89,16 @@ class TreeAllReduce:
 
     def __init__(self, plan: Plan, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group, self.rank = layout, group, group.rank
-        self.neighbors = group.neighbors
-        self.others = [(group.rank + i) % plan.size for i in range(1, plan.size)]
-        self.remote = [rank for rank in self.others if rank not in self.neighbors]
+        self.hosts = group.hosts or tuple(range(group.size))
+        self.memory = HostMemory(layout, group.neighbors, group.rank, group.size)
+        count = len(set(self.hosts))
+        self.lags = TOGETHER if count == 1 else ALONE if count == group.size else MIXED
         self.row = torch.zeros(
             plan.leaves, dtype=torch.float64, device=group.device
         )  # the weights of all virtual ranks
         self.ready = torch.zeros(1, dtype=torch.uint8)  # the content of a "ready" or "done" message, which is not read
         self._receive_buffers: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
-        self._mapped: dict[tuple[int, int], _NeighborMemory] = {}
-        self._own_marks: list[torch.Tensor] = []
-        self._messages: list[_BucketMessages] = []
+        self._buckets: list[_Bucket] = []
         self.stream = ExchangeStream(bucket.device for bucket in layout.buckets)
         self.follow(plan)
 
@@ -93,15 +106,16 @@ class TreeAllReduce:
         """Use another plan from now on."""
         self.stream.join()
         self.plan, layout = plan, self.layout
-        self.holders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of each partial sum, in order
-        self.additions = plan.additions()
-        self.received = sum(rank in self.remote for rank in self.holders)  # partial sums that arrive in messages
+        self.routes = HostRoutes(plan, self.hosts, self.rank)
+        self.memory.follow(plan)
+        received = sum(map(len, self.routes.received.values()))  # partial sums that arrive in messages
         for number, b in enumerate(layout.buckets):
-            key, needed = (number % IN_FLIGHT, b.dtype, b.device), self.received * (b.size // plan.size)
+            key, needed = (number % IN_FLIGHT, b.dtype, b.device), received * (b.size // plan.size)
             if key not in self._receive_buffers or self._receive_buffers[key].numel() < needed:
                 self._receive_buffers[key] = torch.empty(needed, dtype=b.dtype, device=b.device)
-        # what neighbors send first: the name of the memory for the sum, then of each partial sum
-        self.names = {rank: torch.empty(1 + len(plan.sends(rank)), 2, dtype=torch.int64) for rank in range(plan.size)}
+        spans = {host: [plan.spans[rank] for rank in self.routes.ranks_on(host)] for host in self.hosts}
+        # the weights of the virtual ranks of each host, in the order of its ranks
+        self._weights_on = {host: self.row.new_empty(sum(hi - lo for lo, hi in spans[host])) for host in spans}
 
     def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
         """Begin a step.
@@ -114,10 +128,12 @@ class TreeAllReduce:
         self.weights = weights
         self.divisor = divisor
         self.error: Exception | None = None  # of a message that was sent from inside backward
-        self._messages = []
-        self._partial_sums: list[list[Work]] = []  # the messages of every bucket that has been sent
-        self._added = 0  # buckets that have been added up
-        self._sums: list[Work] = []  # the messages with the sums
+        self._buckets = []
+        # the messages of each stage, of every bucket that has reached it
+        self._announced: list[list[Work]] = []
+        self._forwarded: list[list[Work]] = []
+        self._added_up: list[list[Work]] = []
+        self._spread: list[list[Work]] = []
         self._block_is_finite: list[torch.Tensor] = []
         self._own_chunks: list[torch.Tensor] = []  # the chunk of every bucket that this process has added up
 
@@ -129,50 +145,57 @@ class TreeAllReduce:
             result: Where the sum is gathered. It may be the first partial sum: the others have received their chunks
                 of it before they send the sums that belong there.
         """
-        self._own_marks = [copy.mark for copy in (result, *roots) if copy is not None]
-        if self.neighbors:
-            self.names[self.rank] = torch.tensor([_name(result), *map(_name, roots)])
-        self._messages = [self._prepare_bucket(bucket, roots, result) for bucket in range(len(self.layout.buckets))]
+        self.memory.offer(roots, result)
+        self._buckets = [self._prepare_bucket(bucket) for bucket in range(len(self.layout.buckets))]
 
-    def _prepare_bucket(
-        self, bucket: int, roots: Sequence[FlatGradient | None], result: FlatGradient
-    ) -> _BucketMessages:
-        info, size = self.layout.buckets[bucket], self.plan.size
-        buffer = self._receive_buffers[bucket % IN_FLIGHT, info.dtype, info.device]
-        buffer = buffer[: self.received * (info.size // size)]
-        # .data has a version counter of its own: writes from here on are not mistaken for changes by the user's loop
-        own = [
-            buffer.new_zeros(size, info.size // size) if root is None else root.flats[bucket].data.view(size, -1)
-            for root in roots
-        ]
-        sends = [Message(root[other], other) for other in self.remote for root in own]
-        receives: list[Message] = []
-        parts: list[torch.Tensor | None] = []
-        own_chunks, rows = iter(root[self.rank] for root in own), iter(buffer.view(self.received, info.size // size))
-        for holder in self.holders:
-            if holder == self.rank:
-                parts.append(next(own_chunks))
-            elif holder in self.neighbors:
-                parts.append(None)
-            else:
-                parts.append(part := next(rows))
-                receives.append(Message(part, holder))
+    def _prepare_bucket(self, bucket: int) -> _Bucket:
+        routes, neighbors = self.routes, self.memory.neighbors
+        done = [Message(self.ready, other) for other in neighbors]
+        sends, receives = (done, done) if bucket else self.memory.names()
         if bucket == 0 and self.divisor is None:
-            rows_of_weights = [self.row[slice(*span)] for span in self.plan.spans]
-            sends += [Message(rows_of_weights[self.rank], other) for other in self.others]
-            receives += [Message(rows_of_weights[other], other) for other in self.others]
-        sends += [Message(self.ready if bucket else self.names[self.rank], other) for other in self.neighbors]
-        receives += [Message(self.ready if bucket else self.names[other], other) for other in self.neighbors]
-        chunks = result.flats[bucket].data.view(size, -1)
-        return _BucketMessages(parts, chunks, self.group.prepare_messages(sends, receives), self._prepare_sums(chunks))
+            rows = [self.row[slice(*span)] for span in self.plan.spans]
+            sends = sends + [Message(rows[self.rank], other) for other in neighbors]
+            receives = receives + [Message(rows[other], other) for other in neighbors]
+        ready = self.group.prepare_messages(sends, receives)
+        total = self.memory.total(self.rank, bucket, self.rank)
+        sends = [Message(total, routes.forwarder(host, self.rank)) for host in routes.remote_hosts]
+        receives = [Message(self.memory.total(self.rank, bucket, chunk), chunk) for chunk in routes.forwarded]
+        totals = self.group.prepare_messages(sends, receives)
+        partial_sums = None if neighbors else self._prepare_partial_sums(bucket)
+        return _Bucket(ready, partial_sums, totals, self.group.prepare_messages(done, done))
 
-    def _prepare_sums(self, chunks: torch.Tensor) -> PreparedMessages:
-        """Build the messages in which each process hands its chunk of the sum to the others."""
-        sends = [Message(chunks[self.rank], other) for other in self.remote]
-        receives = [Message(chunks[other], other) for other in self.remote]
-        sends += [Message(self.ready, other) for other in self.neighbors]
-        receives += [Message(self.ready, other) for other in self.neighbors]
+    def _prepare_partial_sums(self, bucket: int) -> PreparedMessages:
+        """Build the messages with the partial sums of hosts. What the processes of this host hold is added up."""
+        routes = self.routes
+        pairs, left, _ = routes.on_host(routes.host)
+        sends: list[Message] = []
+        for chunk in routes.forwarded:
+            terms = self._terms(bucket, chunk)
+            _add_in_order(terms, pairs)
+            sends += [Message(terms[i], chunk) for i in left]
+        receives = [
+            Message(part, routes.forwarder(host, self.rank))
+            for host, parts in self._received(bucket).items()
+            for part in parts
+        ]
+        if bucket == 0 and self.divisor is None:
+            sends += [Message(self._weights_on[routes.host], chunk) for chunk in routes.forwarded]
+            receives += [
+                Message(self._weights_on[host], routes.forwarder(host, self.rank)) for host in routes.remote_hosts
+            ]
         return self.group.prepare_messages(sends, receives)
+
+    def _terms(self, bucket: int, chunk: int) -> list[torch.Tensor]:
+        """Return a chunk of each partial sum on this host."""
+        holders = self.routes.holders(self.routes.host)
+        return [self.memory.partial_sum(rank, index, bucket, chunk) for rank, index in holders]
+
+    def _received(self, bucket: int) -> dict[int, list[torch.Tensor]]:
+        """Return where our chunk of each partial sum of other hosts arrives."""
+        info = self.layout.buckets[bucket]
+        buffer = self._receive_buffers[bucket % IN_FLIGHT, info.dtype, info.device]
+        rows = iter(buffer.split(info.size // self.plan.size) if buffer.numel() else ())
+        return {host: [next(rows) for _ in nodes] for host, nodes in self.routes.received.items()}
 
     def send(self, bucket: int) -> None:
         """Start to exchange the partial sums of a bucket, which are complete on this process.
@@ -184,13 +207,9 @@ class TreeAllReduce:
             return
         try:
             with self.stream.block():
-                if bucket >= IN_FLIGHT:
-                    sums = self._add_up_next()
-                    self._sums += sums.wrap([start() for start in sums.starts])
                 if bucket == 0 and self.divisor is None:
                     self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
-                messages = self._messages[bucket].partial_sums
-                self._partial_sums.append(messages.wrap([start() for start in messages.starts]))
+                self._advance(bucket)
         except (RuntimeError, ConnectionError) as error:
             if self.group.monitor is None:
                 raise
@@ -206,72 +225,109 @@ class TreeAllReduce:
             if self.error is not None:
                 raise self.error
             with self.stream.block():
-                while self._added < len(self._partial_sums):
-                    sums = self._add_up_next()
-                    self._sums += sums.wrap([start() for start in sums.starts])
-                wait_for(self._sums)
+                end = len(self._announced)
+                for bucket in range(end, end + max(self.lags)):
+                    self._advance(bucket)
+                wait_for(work for works in (*self._added_up, *self._spread) for work in works)
                 is_finite = are_finite(self._block_is_finite, self._own_chunks)
         finally:
             self.stream.join()
         # gloo's works keep its connections open: a forked loader worker would close them, and hang
-        self._messages, self._partial_sums, self._sums = [], [], []
+        self._buckets, self._announced, self._forwarded, self._added_up, self._spread = [], [], [], [], []
         return is_finite
 
-    def _add_up_next(self) -> PreparedMessages:
-        """Add up the oldest bucket that has been sent. Return the messages with our chunk of its sum."""
-        bucket = self._added
-        parts, chunks, _, sums = self._messages[bucket]
-        self._added += 1
-        wait_for(self._partial_sums[bucket])
-        if self.divisor is None:
-            self.divisor = reduce(torch.add, self.row)
-        shared = {rank: self._chunks_of_neighbor(rank, bucket) for rank in self.neighbors}
+    def _advance(self, bucket: int) -> None:
+        """Announce a bucket, and let the buckets before it reach their next stages. All processes do this in one order.
+
+        After the last bucket, call it with the numbers that would follow.
+        """
+        end = len(self._buckets)
+        if 0 <= bucket - self.lags.spread < end:
+            self._reach_spread(bucket - self.lags.spread)
+        if 0 <= bucket - self.lags.add_up < end:
+            self._reach_sum(bucket - self.lags.add_up)
+        if bucket < end:
+            self._announced.append(_start(self._buckets[bucket].ready))
+        if 0 <= bucket - self.lags.forward < end:
+            self._reach_forward(bucket - self.lags.forward)
+
+    def _reach_forward(self, bucket: int) -> None:
+        if len(self._forwarded) > bucket:
+            return
+        wait_for(self._announced[bucket])
         if bucket == 0:
-            for mark in self._own_marks:
-                mark.fill_(1)
-        outs = [chunks[self.rank], *(memory.pop(0) for memory in shared.values())]
-        all_parts = [shared[h].pop(0) if part is None else part for part, h in zip(parts, self.holders, strict=True)]
-        self._reduce_in_order(all_parts, self.divisor, outs)
-        return sums
+            if self.memory.neighbors:
+                self.memory.open()
+            if self.divisor is None:
+                spans = [self.plan.spans[rank] for rank in self.routes.local]
+                torch.cat([self.row[slice(*span)] for span in spans], out=self._weights_on[self.routes.host])
+        messages = self._buckets[bucket].partial_sums or self._prepare_partial_sums(bucket)
+        self._forwarded.append(_start(messages))
 
-    def _chunks_of_neighbor(self, rank: int, bucket: int) -> list[torch.Tensor]:
-        """Return our chunk of a bucket in a neighbor's memory: of the sum, then of each of its partial sums."""
-        info, found = self.layout.buckets[bucket], []
-        for name in map(SharedName._make, self.names[rank].tolist()):
-            if name == ZEROS:
-                found.append(torch.zeros(info.size // self.plan.size, dtype=info.dtype))
-                continue
-            key = rank, name.number
-            if key not in self._mapped:
-                memory = map_shared_memory(self.neighbors[rank], name, self.layout.bytes_shared)
-                self._mapped[key] = _NeighborMemory(self.layout.cut(memory), self.layout.mark_of(memory))
-            if bucket == 0:
-                self._mapped[key].mark.fill_(1)
-            found.append(self._mapped[key].flats[bucket].view(self.plan.size, -1)[self.rank])
-        return found
+    def _reach_sum(self, bucket: int) -> None:
+        if len(self._added_up) > bucket:
+            return
+        self._reach_forward(bucket)
+        wait_for(self._forwarded[bucket])
+        if bucket == 0 and not self.memory.neighbors:
+            self.memory.open()
+        if self.divisor is None:
+            self.divisor = self._total_weight()
+        terms = self._terms(bucket, self.rank)
+        for parts in self._received(bucket).values():
+            terms += parts
+        ranks = (self.rank, *self.memory.neighbors)
+        self._reduce_in_order(terms, self.divisor, [self.memory.total(rank, bucket, self.rank) for rank in ranks])
+        self._added_up.append(_start(self._buckets[bucket].totals))
 
-    def _reduce_in_order(self, parts: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
-        """Write the plan's total over the divisor to all of `outs`, of which the first is our own.
+    def _reach_spread(self, bucket: int) -> None:
+        if not self.memory.neighbors:
+            return
+        self._reach_sum(bucket)
+        if self.routes.forwarded:
+            wait_for(self._added_up[bucket])
+            self._added_up[bucket] = []  # to wait twice for a message of gloo would be to wait for the next one
+        for chunk in self.routes.forwarded:
+            total = self.memory.total(self.rank, bucket, chunk)
+            for rank in self.memory.neighbors:
+                self.memory.total(rank, bucket, chunk).copy_(total)
+        self._spread.append(_start(self._buckets[bucket].done))
 
-        One block at a time, so that it stays in the cache. `parts` are overwritten.
+    def _total_weight(self) -> torch.Tensor:
+        """Return the sum of the weights of all virtual ranks, in their order."""
+        for host in self.routes.remote_hosts:
+            spans = [self.plan.spans[rank] for rank in self.routes.ranks_on(host)]
+            weights = self._weights_on[host].split([hi - lo for lo, hi in spans])
+            for span, part in zip(spans, weights, strict=True):
+                self.row[slice(*span)].copy_(part)
+        return reduce(torch.add, self.row)
+
+    def _reduce_in_order(self, terms: list[torch.Tensor], divisor: torch.Tensor, outs: list[torch.Tensor]) -> None:
+        """Write the total of our chunk over the divisor to all of `outs`, of which the first is our own.
+
+        One block at a time, so that it stays in the cache. `terms` are overwritten.
         """
         self._own_chunks.append(outs[0])
+        additions = self.routes.additions
         for block in blocks(outs[0]):
-            terms, (result, *others) = [part[block] for part in parts], [out[block] for out in outs]
-            for i, j in self.additions[:-1]:
-                terms[i].add_(terms[j])
-            for i, j in self.additions[-1:]:  # the last sum is the total: it is written once, divided
-                is_finite = kernels_for(result).add_and_divide(terms[i], terms[j], divisor, result)
-            if not self.additions:
-                is_finite = torch.isfinite(torch.div(terms[0], divisor, out=result).sum())
+            parts, (result, *others) = [term[block] for term in terms], [out[block] for out in outs]
+            for i, j in additions[:-1]:
+                parts[i].add_(parts[j])
+            for i, j in additions[-1:]:  # the last sum is the total: it is written once, divided
+                is_finite = kernels_for(result).add_and_divide(parts[i], parts[j], divisor, result)
+            if not additions:
+                is_finite = torch.isfinite(torch.div(parts[0], divisor, out=result).sum())
             self._block_is_finite.append(is_finite)
             for other in others:
                 other.copy_(result)
 
 
-def _name(copy: FlatGradient | None) -> SharedName:
-    """Return the name under which neighbors open a gradient's memory."""
-    if copy is None:
-        return ZEROS
-    assert copy.memory is not None
-    return copy.memory.name
+def _start(messages: PreparedMessages) -> list[Work]:
+    return messages.wrap([start() for start in messages.starts])
+
+
+def _add_in_order(terms: Sequence[torch.Tensor], pairs: Pairs) -> None:
+    """Add terms[j] to terms[i] for each pair (i, j), one block at a time."""
+    for block in blocks(terms[0]) if pairs else ():
+        for i, j in pairs:
+            terms[i][block].add_(terms[j][block])
