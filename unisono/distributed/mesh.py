@@ -150,4 +150,6 @@ def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     neighbors = {i: world.neighbors[member] for i, member in enumerate(mine) if member in world.neighbors}
     handle = new_line_group(lines, world.rank, world.size, elastic=world.monitor is not None)
     rank, size = mine.index(world.rank), len(mine)
-    return ProcessGroup(rank, size, world.device, world.mixed, world.staged, neighbors, mine, handle, world.monitor)
+    line = ProcessGroup(rank, size, world.device, world.mixed, world.staged, neighbors, mine, handle, world.monitor)
+    line.backend = world.backend
+    return line
