@@ -95,8 +95,7 @@ def use_group(device: torch.device, backend: str) -> None:
             f"The script's process group has the wrong back end: {dist.get_backend()}.",
             f"This run sends tensors from {device.type}, for which it needs {backend}; the group has "
             f"{found or 'none'}.",
-            f'init_process_group("{backend}", ...); or, to use the other one, --set backend={dist.get_backend()}; '
-            f"or {REMOVE}",
+            f'init_process_group("{backend}", ...), or {REMOVE}',
         )
     if backend in TIMED:
         set_timeout(TIMEOUT)

@@ -25,6 +25,7 @@ from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup
 from unisono.distributed.rendezvous.connect import (
+    TIMED,
     connect,
     connect_all,
     count_arrivals,
@@ -234,8 +235,8 @@ def build_group(
 
 def new_line_group(
     lines: Sequence[tuple[int, ...]], rank: int, size: int, *, elastic: bool = False
-) -> dist.ProcessGroup:
-    """Make torch's groups of these lines of a mesh, and return the one with `rank`. Collective.
+) -> dist.ProcessGroup | None:
+    """Make torch's groups of these lines of a mesh, and return the one with `rank`; None if none has it. Collective.
 
     Args:
         lines: the ranks of each line.
@@ -244,11 +245,12 @@ def new_line_group(
         elastic: whether processes may die meanwhile, after which the others try again without them.
     """
     groups: list[dist.ProcessGroup] = []
-    count = group_count()
+    count, timed = group_count(), dist.get_backend() in TIMED
 
     def connect_once(attempt: int, timeout: timedelta) -> None:
         set_group_count(count + (attempt - 1) * len(lines))  # names that no failed attempt has used
-        groups.extend(dist.new_group(list(line), timeout=timeout) for line in lines)
+        seconds = timeout if timed else TIMEOUT
+        groups.extend(dist.new_group(list(line), timeout=seconds) for line in lines)
 
     def disconnect() -> None:
         for group in groups:
@@ -256,11 +258,12 @@ def new_line_group(
                 dist.destroy_process_group(group)
         groups.clear()
 
-    store = dist.PrefixStore(f"lines-{lines}", default_store())
+    store = dist.PrefixStore(f"lines-{count}-{lines}", default_store())
     first, limit = (first_timeout(size), FORM_SECONDS) if elastic else (None, math.inf)
     connect_all(store, rank, size, "connected", connect_once, disconnect, first, limit)
-    mine = next(group for line, group in zip(lines, groups, strict=True) if rank in line)
-    set_timeout(TIMEOUT, mine)
+    mine = next((group for line, group in zip(lines, groups, strict=True) if rank in line), None)
+    if mine is not None and timed:
+        set_timeout(TIMEOUT, mine)
     return mine
 
 
