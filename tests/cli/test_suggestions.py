@@ -207,7 +207,7 @@ CHECK = "unisono check train.py --json"
         (
             "run train.py --backend nccl",
             "There is no flag --backend.",
-            "The device decides the back end: NCCL for NVIDIA GPUs, gloo for the CPU.",
+            "The device decides: NCCL for NVIDIA GPUs, gloo for the CPU. --set backend=NAME chooses one.",
             f"{RUN} --json (without it)",
         ),
         (

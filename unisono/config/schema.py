@@ -300,6 +300,11 @@ class Settings:
     exchange: ExchangeName = result_setting(
         "tree", "how gradients are averaged; tree: the same bits on any number of processes"
     )
+    backend: str = setting(
+        "auto",
+        "torch's back end for messages: auto (by the device), gloo, nccl, ucc, mpi, or one that the script registered; "
+        "under tree and wide none of them changes bits",
+    )
     threads: int = result_setting(1, "torch.set_num_threads in each process", Range(1))
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)

@@ -17,11 +17,8 @@ of addition depends on the number of processes. Sums that do not depend on it ar
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -30,8 +27,6 @@ from unisono.distributed.process_group import Message, ProcessGroup, wait_for, w
 from unisono.distributed.pytree import (
     Form,
     Tree,
-    differences,
-    first_error,
     form_of,
     from_rows,
     invalid_form,
@@ -40,20 +35,14 @@ from unisono.distributed.pytree import (
     pack,
     rows_by_kind,
     size_of,
-    tensors_of,
     unpack,
 )
 from unisono.distributed.ring_allreduce import ring_all_reduce_
-from unisono.errors import LoopError
+from unisono.distributed.verbs.call_check import FOLDS, CallCheck, raise_if_invalid, with_rows
+from unisono.distributed.verbs.sub_groups import SubGroup
+from unisono.distributed.verbs.tree_messages import receive_tree, send_tree
 
 Op = Literal["sum", "mean", "max", "min"]
-
-FOLDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 
 
 class Collectives:
@@ -66,39 +55,47 @@ class Collectives:
         group: the underlying ProcessGroup, whose operations do not wait.
     """
 
-    def __init__(self, group: ProcessGroup, *, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        check: Callable[[], None] = lambda: None,
+        permit: Callable[[], None] = lambda: None,
+    ) -> None:
         """Create the collectives of a group.
 
         Args:
             group: the processes.
             check: called before every collective. It raises on all processes if one of them is not in a collective.
+            permit: called before a message between two processes, and before a collective of a sub-group. It raises if
+                this process cannot send now.
         """
-        self.group, self._check = group, check
+        self.group, self._calls, self._permit = group, CallCheck(group, check), permit
         self.rank, self.size, self.device = group.rank, group.size, group.device
 
     # -- from all processes to all processes
 
     def all_reduce(self, tree: Tree, op: Op = "sum") -> Tree:
         """Return the sum of all processes' tensors, or another `op`."""
-        with self._checked("all_reduce", self._valid_op(op, tree), form_of(tree)):
+        with self._calls.checked("all_reduce", self._calls.valid_op(op, tree), form_of(tree)):
             return map_rows(
                 tree, self.device, lambda row: self._all_gather_row(self._reduce_chunk(row, op))[: len(row)]
             )
 
     def ring_all_reduce(self, tree: Tree) -> Tree:
         """Return the sum, computed along a ring: each process has two neighbors (see ring_allreduce.py)."""
-        with self._checked("ring_all_reduce", self._valid_op("sum", tree), form_of(tree)):
+        with self._calls.checked("ring_all_reduce", self._calls.valid_op("sum", tree), form_of(tree)):
             return map_rows(tree, self.device, lambda row: ring_all_reduce_(self.group, row))
 
     def all_gather(self, tree: Tree) -> list[Tree]:
         """Return the trees of all processes, in the order of ranks."""
-        with self._checked("all_gather", form := form_of(tree)):
+        with self._calls.checked("all_gather", form := form_of(tree)):
             rows = self._all_gather_row(pack(tree, self.device)).view(self.size, -1)
             return [unpack(row, form, tree) for row in rows]
 
     def shift(self, tree: Tree, by: int = 1) -> Tree:
         """Return the tree of rank (rank - by) mod size, as on a ring."""
-        with self._checked("shift", by, form := form_of(tree)):
+        with self._calls.checked("shift", by, form := form_of(tree)):
             mine = pack(tree, self.device)
             received, target, source = mine, (self.rank + by) % self.size, (self.rank - by) % self.size
             if target != self.rank:
@@ -111,11 +108,11 @@ class Collectives:
 
         The number of rows (dim 0) of a tensor may differ between trees and between processes.
         """
-        with self._checked("all_to_all", *self._forms(trees, rows=False)):
+        with self._calls.checked("all_to_all", *self._calls.forms(trees, rows=False)):
             counts = [[leaf.shape[0] for leaf in leaves(tree) if leaf.dim()] for tree in trees]
             sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
             received = self._all_to_all(sent.flatten(), [sent[0].numel()] * self.size).view(sent.shape).tolist()
-            forms = [_with_rows(form_of(trees[self.rank]), rows) for rows in received]
+            forms = [with_rows(form_of(trees[self.rank]), rows) for rows in received]
             packed, sizes = [pack(tree, self.device) for tree in trees], [size_of(form) for form in forms]
             parts = self._all_to_all(torch.cat(packed), [len(row) for row in packed], sizes).split(sizes)
             like = trees[self.rank]
@@ -123,7 +120,7 @@ class Collectives:
 
     def reduce_scatter(self, trees: Sequence[Tree], op: Op = "sum") -> Tree:
         """Return on each process p the sum, or another `op`, of all processes' trees[p]."""
-        with self._checked("reduce_scatter", self._valid_op(op, trees), *self._forms(trees)):
+        with self._calls.checked("reduce_scatter", self._calls.valid_op(op, trees), *self._calls.forms(trees)):
             mine, parts = trees[self.rank], [rows_by_kind(tree, self.device) for tree in trees]
             reduced = {}
             for dtype in dict.fromkeys(dtype for rows in parts for dtype in rows):
@@ -136,14 +133,14 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait until every process has called this."""
-        with self._checked("barrier"):
+        with self._calls.checked("barrier"):
             return
 
     # -- from or to one process
 
     def reduce(self, tree: Tree, op: Op = "sum", to: int = 0) -> Tree:
         """Return the result of all_reduce on process `to`, and None elsewhere."""
-        with self._checked("reduce", self._valid_op(op, tree), self._valid_rank(to), form_of(tree)):
+        with self._calls.checked("reduce", self._calls.valid_op(op, tree), self._calls.valid_rank(to), form_of(tree)):
             reduced = map_rows(
                 tree, self.device, lambda row: self._gather_row(to, self._reduce_chunk(row, op)).flatten()[: len(row)]
             )
@@ -151,7 +148,7 @@ class Collectives:
 
     def gather(self, tree: Tree, to: int = 0) -> list[Tree] | None:
         """Return the trees of all processes, in the order of ranks, on process `to`, and None elsewhere."""
-        with self._checked("gather", self._valid_rank(to), form := form_of(tree)):
+        with self._calls.checked("gather", self._calls.valid_rank(to), form := form_of(tree)):
             rows = self._gather_row(to, pack(tree, self.device))
             return [unpack(row, form, tree) for row in rows] if self.rank == to else None
 
@@ -160,7 +157,7 @@ class Collectives:
 
         The form is sent as well. A named tuple arrives as a tuple.
         """
-        with self._checked("broadcast", self._valid_rank(source)):
+        with self._calls.checked("broadcast", self._calls.valid_rank(source)):
             is_source = self.rank == source
             form = self._broadcast_form("broadcast", form_of(tree) if is_source else None, source)
             row = pack(tree, self.device) if is_source else self._empty(form)
@@ -169,8 +166,8 @@ class Collectives:
 
     def scatter(self, trees: Sequence[Tree] | None = None, source: int = 0) -> Tree:
         """Return on each process p the trees[p] of process `source`, of any form. The others pass no trees."""
-        with self._checked("scatter", self._valid_rank(source)):
-            forms = self._broadcast_form("scatter", self._forms(trees) if self.rank == source else None, source)
+        with self._calls.checked("scatter", self._calls.valid_rank(source)):
+            forms = self._broadcast_form("scatter", self._calls.forms(trees) if self.rank == source else None, source)
             if self.rank != source or trees is None:
                 row = self._empty(forms[self.rank])
                 wait_for(self.group.send_and_receive([], [Message(row, source)]))
@@ -178,6 +175,44 @@ class Collectives:
             rows = [pack(tree, self.device) for tree in trees]
             wait_for(self.group.send_and_receive([Message(rows[p], p) for p in self._others], []))
             return unpack(rows[source], forms[source], trees[source])
+
+    # -- between two processes
+
+    def send(self, tree: Tree, to: int) -> None:
+        """Send a tree of any form to process `to`, which calls `receive`. Return when it is sent.
+
+        Only these two processes call a verb. Messages to one process arrive in order.
+        """
+        self._permit()
+        raise_if_invalid("send", [self._calls.valid_peer(to), form_of(tree)])
+        with wrap_peer_errors("send"):
+            send_tree(self.group, tree, to)
+
+    def receive(self, source: int) -> Tree:
+        """Return the next tree that process `source` sends to this one. A named tuple arrives as a tuple."""
+        self._permit()
+        raise_if_invalid("receive", [self._calls.valid_peer(source)])
+        with wrap_peer_errors("receive"):
+            return receive_tree(self.group, source)
+
+    # -- some of the processes
+
+    def sub_group(self, ranks: Sequence[int]) -> Collectives | None:
+        """Return the collectives of some processes, or None on the others. All processes call this, with equal ranks.
+
+        Only the members call its verbs. They are numbered from 0 in the order of their ranks. A sub-group ends with a
+        death, after which the remaining processes make a new one.
+        """
+        with self._calls.checked("sub_group", self._calls.valid_ranks(ranks)), wrap_peer_errors("sub_group"):
+            made = SubGroup(self.group, tuple(sorted(ranks)))
+        if made.group is None:
+            return None
+
+        def permit() -> None:
+            self._permit()
+            made.require_members()
+
+        return Collectives(made.group, check=permit, permit=permit)
 
     # -- JSON values
 
@@ -188,7 +223,7 @@ class Collectives:
         the keys of a dict as strings.
         """
         value = value if self.rank == source else None
-        return self._objects("broadcast_object", value, self._valid_rank(source))[source]
+        return self._objects("broadcast_object", value, self._calls.valid_rank(source))[source]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all processes, in the order of ranks."""
@@ -196,7 +231,7 @@ class Collectives:
 
     def gather_object(self, value: Any, to: int = 0) -> list[Any] | None:
         """Return the values of all processes, in the order of ranks, on process `to`, and None elsewhere."""
-        values = self._objects("gather_object", value, self._valid_rank(to))
+        values = self._objects("gather_object", value, self._calls.valid_rank(to))
         return values if self.rank == to else None
 
     def _objects(self, name: str, value: Any, *arguments: Any) -> list[Any]:
@@ -205,62 +240,16 @@ class Collectives:
             json.dumps(value)
         except (TypeError, ValueError) as error:  # raised on all processes below, because the others would wait
             invalid = [invalid_form(f"The value is not a JSON value: {error}.", "str(value), or a tensor")]
-        with self._checked(name, *arguments, *invalid):
+        with self._calls.checked(name, *arguments, *invalid):
             return self.group.all_gather_object(value)
 
-    # -- checks before data is sent
-
-    @contextmanager
-    def _checked(self, name: str, *arguments: Any) -> Iterator[None]:
-        """Check that all processes make the same call. Name the call in the error if a peer is lost in the block."""
-        self._check()
-        with wrap_peer_errors(name):
-            call = json.dumps([name, *arguments])
-            if self.size > 1:
-                checksum = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
-                largest, negative_smallest = self.group.max_(
-                    torch.tensor([checksum, -checksum], device=self.device)
-                ).tolist()
-                if largest != -negative_smallest:
-                    raise _difference_error(name, self.group.all_gather_object(json.loads(call)))
-            _raise_if_invalid(name, list(arguments))
-            yield
+    # -- messages
 
     def _broadcast_form(self, name: str, form: Any, source: int) -> Any:
         """Return the form of process `source` on all processes. Raise LoopError on all of them if it is invalid."""
         received = self.group.all_gather_object(form)[source]
-        _raise_if_invalid(name, received)
+        raise_if_invalid(name, received)
         return received
-
-    def _valid_op(self, op: str, tree: Tree) -> Any:
-        if op not in FOLDS:
-            return invalid_form(f"op is {op}; it must be one of {', '.join(FOLDS)}.", 'op="sum"')
-        dtypes = {leaf.dtype for leaf in leaves(tree)} if first_error(form_of(tree)) is None else set()
-        if op == "mean" and not all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes):
-            return invalid_form("Integers have no mean of the same dtype.", 'tensor.float(), or op="sum"')
-        if op in ("sum", "mean") and torch.bool in dtypes:
-            return invalid_form(
-                "Booleans have no sum.", 'op="max" (any of them), op="min" (all of them), or tensor.int()'
-            )
-        return op
-
-    def _valid_rank(self, rank: int) -> Any:
-        return (
-            rank if 0 <= rank < self.size else invalid_form(f"The rank is {rank}; ranks are 0 to {self.size - 1}.", "0")
-        )
-
-    def _forms(self, trees: Any, *, rows: bool = True) -> list[Form]:
-        """Return the forms of one tree for each process; with `rows`, including the number of rows of each tensor."""
-        if not isinstance(trees, (list, tuple)) or len(trees) != self.size:
-            count = f" of {len(trees)}" if isinstance(trees, (list, tuple)) else ""
-            fact = (
-                f"It needs a list of {self.size} trees, one for each process; this is a {type(trees).__name__}{count}."
-            )
-            return [invalid_form(fact, "[tree for rank in range(size)]")]
-        forms = [form_of(tree) for tree in trees]
-        return forms if rows or first_error(forms) else [_with_rows(form, None) for form in forms]
-
-    # -- messages
 
     @property
     def _others(self) -> list[int]:
@@ -308,38 +297,3 @@ def _reduce_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
     for other in others:
         total = FOLDS[op](total, other)
     return total / len(rows) if op == "mean" else total
-
-
-def _with_rows(form: Form, rows: Sequence[int] | None) -> Form:
-    """Return the form with these numbers of rows, one for each tensor with a dim; None: without the numbers."""
-    new = deepcopy(form)
-    for i, leaf in enumerate(leaf for leaf in tensors_of(new) if leaf["shape"]):
-        leaf["shape"][0] = None if rows is None else rows[i]
-    return new
-
-
-def _raise_if_invalid(name: str, arguments: Any) -> None:
-    if (error := first_error(arguments)) is not None:
-        raise LoopError(f"{name} was called with an invalid argument.", *error)
-
-
-def _difference_error(name: str, calls: list[Any]) -> LoopError:
-    """Return the error for calls that differ between processes: an invalid argument, or the first difference."""
-    first = calls[0]
-    other = next(rank for rank, call in enumerate(calls) if call != first)
-    if calls[other][0] != first[0]:
-        return LoopError(
-            "The processes called different collectives.",
-            f"Rank 0 called {first[0]}, rank {other} called {calls[other][0]}.",
-            "call the same collectives on every process, in the same order.",
-        )
-    for rank, call in enumerate(calls):
-        if (error := first_error(call)) is not None:
-            return LoopError(f"{name} was called with an invalid argument.", f"Rank {rank}: {error[0]}", error[1])
-    path, one, another = next(differences(first[1:], calls[other][1:]))
-    inside = path.partition("]")[2]  # behind the index of the argument
-    return LoopError(
-        f"{name} was called with different arguments on different processes.",
-        f"Rank 0 has {one}, rank {other} {another}{f' (at {inside})' if inside else ''}.",
-        "pass the same form on every process: pad shorter tensors, or use all_to_all, whose rows may differ.",
-    )

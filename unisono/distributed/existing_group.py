@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.distributed.process_group import TIMEOUT
+from unisono.distributed.rendezvous.connect import TIMED
 from unisono.environment import World
 from unisono.errors import LoopError, WorldError
 from unisono.torch_compat.process_groups import backend_name, default_store, set_timeout
@@ -89,14 +90,15 @@ def use_group(device: torch.device, backend: str) -> None:
     group = dist.group.WORLD
     assert group is not None
     found = backend_name(group, torch.device(device.type))
-    if found != backend:
+    if backend not in (found, dist.get_backend()):
         raise WorldError(
             f"The script's process group has the wrong back end: {dist.get_backend()}.",
             f"This run sends tensors from {device.type}, for which it needs {backend}; the group has "
             f"{found or 'none'}.",
             f'init_process_group("{backend}", ...), or {REMOVE}',
         )
-    set_timeout(TIMEOUT)
+    if backend in TIMED:
+        set_timeout(TIMEOUT)
     atexit.register(_destroy_group)
 
 

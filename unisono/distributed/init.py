@@ -19,10 +19,13 @@ import torch.distributed as dist
 
 from unisono.config.wording import plural
 from unisono.distributed import existing_group
+from unisono.distributed.backends.backend_choice import AUTO, RELIED_ON, choose_transport
+from unisono.distributed.backends.operations_test import require_operations
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup
 from unisono.distributed.rendezvous.connect import (
+    TIMED,
     connect,
     connect_all,
     count_arrivals,
@@ -103,7 +106,7 @@ def find_device_index(world: World, store: dist.Store) -> int:
 
 
 @contextmanager
-def join_process_group(world: World, *, divided: bool = False) -> Iterator[ProcessGroup]:
+def join_process_group(world: World, *, divided: bool = False, backend: str = AUTO) -> Iterator[ProcessGroup]:
     """Join the group of all processes of the run, and leave it together with them.
 
     Leaving waits for all processes and then destroys the group: a process that exits while gloo's threads communicate
@@ -113,17 +116,22 @@ def join_process_group(world: World, *, divided: bool = False) -> Iterator[Proce
     Args:
         world: this process's place in the run.
         divided: whether several processes share a model.
+        backend: the setting `backend`.
+
+    Raises:
+        WorldError: the back end cannot connect these processes, or its operations are wrong.
     """
     if world.size == 1:
         yield ProcessGroup(0, 1, choose_device(world, world.device_index))
         return
     atexit.register(exit_watchdog)
-    gloo = world.cpu_ranks > 0 or shares_devices(world) or not torch.accelerator.is_available()
-    if (world.store or "").startswith(SCHEME) and (gloo or world.least):
-        with join_elastic(world, divided=divided) as joined:
+    gloo = world.cpu_ranks > 0 or shares_devices(world) or not torch.accelerator.is_available() or backend == "gloo"
+    survives = backend in (AUTO, *RELIED_ON) and (gloo or world.least)
+    if (world.store or "").startswith(SCHEME) and survives:
+        with join_elastic(world, divided=divided, backend=backend) as joined:
             yield joined
     else:
-        with join_fixed(world) as joined:
+        with join_fixed(world, backend) as joined:
             yield joined
     atexit.unregister(exit_watchdog)
 
@@ -154,31 +162,27 @@ def warn_if_slow(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def join_fixed(world: World) -> Iterator[ProcessGroup]:
-    """Join a group whose processes all stay until the end of the run."""
+def join_fixed(world: World, backend: str) -> Iterator[ProcessGroup]:
+    """Join a group whose processes all stay until the end of the run. `backend`: the setting."""
     with warn_if_slow(world):
         store = _store(world)
         require_peers(world, store, choose_interface(world, store))
         device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
         mixed = not same_everywhere(store, world.size, device_kind(device))
-    staged = mixed or shares_devices(world)
-    backend = backend_of(device, staged=staged)
-    require_own_host_name(world, backend)
+    transport = choose_transport(backend, device, staged=mixed or shares_devices(world))
+    require_own_host_name(world, transport.backend)
     if world.store == existing_group.EXISTING:
-        existing_group.use_group(torch.device("cpu") if staged else device, backend)
+        existing_group.use_group(torch.device("cpu") if transport.staged else device, transport.backend)
     else:
-        connect(store, world.rank, world.size, backend)
-    joined = build_group(world, device, mixed=mixed, staged=staged)
+        connect(store, world.rank, world.size, transport.backend)
+    if transport.backend not in RELIED_ON:
+        require_operations(world, store, device, transport)
+    joined = build_group(world, device, mixed=mixed, staged=transport.staged, backend=transport.backend)
     yield joined
     if dist.is_initialized():  # asynchronous workers have left before: param_server/async_run.py
         joined.barrier()
         if world.store != existing_group.EXISTING:
             dist.destroy_process_group()
-
-
-def backend_of(device: torch.device, *, staged: bool) -> str:
-    """Return torch's back end for this device; gloo, which every process has, if messages are staged on the CPU."""
-    return "gloo" if staged else dist.get_default_backend_for_device(device)
 
 
 EXIT_SECONDS = 30.0
@@ -200,16 +204,16 @@ def exit_watchdog() -> None:
 
 
 @contextmanager
-def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
+def join_elastic(world: World, *, divided: bool, backend: str) -> Iterator[ProcessGroup]:
     """Join a group whose processes continue without one that dies.
 
     A process that joins later is alone at first. If it will hold a part of a model, it is in a fake group meanwhile.
     """
     device = choose_device(world, world.device_index)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
-    staged = mixed or shares_devices(world)
-    membership = Membership(world, backend_of(device, staged=staged))
-    joined, reference = ProcessGroup(0, 1, device, mixed, staged, monitor=membership), None
+    transport = choose_transport(backend, device, staged=mixed or shares_devices(world))
+    membership = Membership(world, transport.backend)
+    joined, reference = ProcessGroup(0, 1, device, mixed, transport.staged, monitor=membership), None
     if not world.joins:
         membership.regroup(joined)
     elif divided:
@@ -221,17 +225,19 @@ def join_elastic(world: World, *, divided: bool) -> Iterator[ProcessGroup]:
     del reference
 
 
-def build_group(world: World, device: torch.device, *, mixed: bool = False, staged: bool = False) -> ProcessGroup:
+def build_group(
+    world: World, device: torch.device, *, mixed: bool = False, staged: bool = False, backend: str = "gloo"
+) -> ProcessGroup:
     """Return the group of the run's processes, whose torch group exists. Collective."""
-    group = ProcessGroup(world.rank, world.size, device, mixed, staged)
+    group = ProcessGroup(world.rank, world.size, device, mixed, staged, backend=backend)
     pids, hosts = find_neighbors(group)
     return replace(group, neighbors=pids, hosts=hosts)
 
 
 def new_line_group(
     lines: Sequence[tuple[int, ...]], rank: int, size: int, *, elastic: bool = False
-) -> dist.ProcessGroup:
-    """Make torch's groups of these lines of a mesh, and return the one with `rank`. Collective.
+) -> dist.ProcessGroup | None:
+    """Make torch's groups of these lines of a mesh, and return the one with `rank`; None if none has it. Collective.
 
     Args:
         lines: the ranks of each line.
@@ -240,11 +246,12 @@ def new_line_group(
         elastic: whether processes may die meanwhile, after which the others try again without them.
     """
     groups: list[dist.ProcessGroup] = []
-    count = group_count()
+    count, timed = group_count(), dist.get_backend() in TIMED
 
     def connect_once(attempt: int, timeout: timedelta) -> None:
         set_group_count(count + (attempt - 1) * len(lines))  # names that no failed attempt has used
-        groups.extend(dist.new_group(list(line), timeout=timeout) for line in lines)
+        seconds = timeout if timed else TIMEOUT
+        groups.extend(dist.new_group(list(line), timeout=seconds) for line in lines)
 
     def disconnect() -> None:
         for group in groups:
@@ -252,11 +259,12 @@ def new_line_group(
                 dist.destroy_process_group(group)
         groups.clear()
 
-    store = dist.PrefixStore(f"lines-{lines}", default_store())
+    store = dist.PrefixStore(f"lines-{count}-{lines}", default_store())
     first, limit = (first_timeout(size), FORM_SECONDS) if elastic else (None, math.inf)
     connect_all(store, rank, size, "connected", connect_once, disconnect, first, limit)
-    mine = next(group for line, group in zip(lines, groups, strict=True) if rank in line)
-    set_timeout(TIMEOUT, mine)
+    mine = next((group for line, group in zip(lines, groups, strict=True) if rank in line), None)
+    if mine is not None and timed:
+        set_timeout(TIMEOUT, mine)
     return mine
 
 

@@ -155,6 +155,8 @@ def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     )
     handle = new_line_group(lines, world.rank, world.size, elastic=world.monitor is not None)
     rank, size = mine.index(world.rank), len(mine)
-    return ProcessGroup(
+    line = ProcessGroup(
         rank, size, world.device, world.mixed, world.staged, neighbors, hosts, mine, handle, world.monitor
     )
+    line.backend = world.backend
+    return line

@@ -186,6 +186,7 @@ class ProcessGroup:
         members: the rank of each process in the whole run; empty if the group is the whole run.
         handle: torch's group; None for that of the whole run.
         monitor: detects lost peers; None if a lost peer ends the run.
+        backend: the name of torch's back end.
     """
 
     rank: int = 0
@@ -198,6 +199,7 @@ class ProcessGroup:
     members: tuple[int, ...] = ()
     handle: dist.ProcessGroup | None = None
     monitor: PeerMonitor | None = None
+    backend: str = "gloo"
 
     def regroup(
         self,
@@ -240,7 +242,9 @@ class ProcessGroup:
     @property
     def on_gloo(self) -> bool:
         """Whether messages are sent by gloo, the only back end with tags."""
-        return self.comm_device.type == "cpu" and not (self.monitor is not None and self.monitor.async_errors)
+        if self.backend != "gloo" or self.comm_device.type != "cpu":
+            return False
+        return self.monitor is None or not self.monitor.async_errors
 
     @property
     def comm_device(self) -> torch.device:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -308,6 +309,8 @@ class RendezvousServer:
 def main() -> None:
     """Serve as a child of the launcher: print events on standard output, and end when standard input ends."""
     listener, size, minimum, silence = sys.argv[1:]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two connections a process; many shells allow 1024 files
 
     def notify(event: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):

@@ -2,17 +2,20 @@
 
 The assignment never changes what is computed. Process r gets a span [lo, hi) of consecutive virtual ranks. The spans
 are chosen so that the slowest process ends as early as possible; among such choices, so that as few partial sums as
-possible are sent (a span that is one complete subtree sends one; see reduction_tree.py).
+possible are sent (a span that is one complete subtree sends one; see reduction_tree.py). For more than NARROW_ABOVE
+processes only choices near the proportional one are compared, so that the time grows with the number of processes and
+not with its square.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from unisono.plan.batch_order import MicroBatchId
-from unisono.plan.reduction_tree import subtrees
+from unisono.plan.reduction_tree import count_subtrees
 
 Spans = tuple[tuple[int, int], ...]
 T = TypeVar("T")
@@ -45,21 +48,28 @@ def assign_evenly(virtual_ranks: int, size: int, sites: int = 1) -> Spans:
     return tuple((site * share + lo, site * share + hi) for site in range(sites) for lo, hi in one_site)
 
 
+NARROW_ABOVE, BAND = 256, 4
+"""Above this number of processes, a span starts at most BAND virtual ranks from the proportional place."""
+
+
 @lru_cache(maxsize=64)
 def _assign(virtual_ranks: int, seconds: tuple[float, ...]) -> Spans:
     limits = _limits(virtual_ranks, seconds)
     # costs[b]: least cost at which the processes so far hold [0, b); starts[r][b]: where the span of r starts then
     costs: dict[int, int] = {0: 0}
     starts: list[dict[int, int]] = []
-    remaining = sum(limits)
+    total = remaining = sum(limits)
+    band = BAND if len(limits) > NARROW_ABOVE else virtual_ranks
     for limit in limits:
         remaining -= limit
+        place = virtual_ranks * (total - remaining) // total
+        # the remaining virtual ranks must fit the remaining processes
+        least, most = max(virtual_ranks - remaining, place - band), min(virtual_ranks, place + band)
         next_costs: dict[int, int] = {}
         start_of: dict[int, int] = {}
         for a, cost in costs.items():
-            # the remaining virtual ranks must fit the remaining processes
-            for b in range(max(a, virtual_ranks - remaining), min(a + limit, virtual_ranks) + 1):
-                candidate = cost + (len(subtrees(virtual_ranks, a, b)) or _IDLE_COST)
+            for b in range(max(a, least), min(a + limit, most) + 1):
+                candidate = cost + (count_subtrees(virtual_ranks, a, b) or _IDLE_COST)
                 if b not in next_costs or candidate < next_costs[b]:
                     next_costs[b], start_of[b] = candidate, a
         costs = next_costs
@@ -116,16 +126,17 @@ def _limits(virtual_ranks: int, seconds: tuple[float, ...]) -> list[int]:
 
     The step ends after n * seconds[r] for some process r and some n: the smallest such time by which all V are done.
     """
-    slowest_end = virtual_ranks * min(seconds)
-    ends = sorted({n * s for s in set(seconds) for n in range(1, virtual_ranks + 1) if n * s <= slowest_end})
-    lo, hi = 0, len(ends) - 1
-    while lo < hi:
-        middle = (lo + hi) // 2
-        if sum(_count_by(ends[middle], s, virtual_ranks) for s in seconds) >= virtual_ranks:
-            hi = middle
-        else:
-            lo = middle + 1
-    return [_count_by(ends[lo], s, virtual_ranks) for s in seconds]
+    early = virtual_ranks / sum(1 / s for s in seconds) * (1 - 1e-6)  # just before the end of a perfect division
+    counts = [_count_by(early, s, virtual_ranks) for s in seconds]
+    done = sum(counts)
+    following = [((n + 1) * s, n + 1, s) for n, s in zip(counts, seconds, strict=True) if n < virtual_ranks]
+    heapq.heapify(following)
+    end = early
+    while done < virtual_ranks:
+        end, n, s = following[0]
+        done += 1
+        heapq.heapreplace(following, ((n + 1) * s, n + 1, s))
+    return [_count_by(end, s, virtual_ranks) for s in seconds]
 
 
 def _count_by(end: float, seconds: float, most: int) -> int:

@@ -56,6 +56,47 @@ def subtrees(leaves: int, lo: int, hi: int) -> tuple[Node, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=1 << 18)
+def count_subtrees(leaves: int, lo: int, hi: int) -> int:
+    """Return the length of `subtrees(leaves, lo, hi)`, in 2 log2(leaves) steps."""
+    if lo >= hi:
+        return 0
+    first, end = 0, leaves
+    while (first, end) != (lo, hi):
+        middle = (first + end) // 2
+        if hi <= middle:
+            end = middle
+        elif lo >= middle:
+            first = middle
+        else:
+            return _count_from(lo, first, middle) + _count_to(hi, middle, end)
+    return 1
+
+
+def _count_from(at: int, first: int, end: int) -> int:
+    """Return the number of subtrees of the leaves [at, end) of the node (first, end)."""
+    count = 1
+    while at != first:
+        middle = (first + end) // 2
+        if at >= middle:
+            first = middle
+        else:
+            count, end = count + 1, middle
+    return count
+
+
+def _count_to(at: int, first: int, end: int) -> int:
+    """Return the number of subtrees of the leaves [first, at) of the node (first, end)."""
+    count = 1
+    while at != end:
+        middle = (first + end) // 2
+        if at <= middle:
+            end = middle
+        else:
+            count, first = count + 1, middle
+    return count
+
+
 @lru_cache(maxsize=65536)
 def copies(leaves: int, lo: int, hi: int) -> int:
     """Return the most gradient copies alive while the leaves of a span are computed in order and added up.

@@ -238,12 +238,16 @@ class Run(MediaVerbs, Generic[S]):
     @property
     def collectives(self) -> Collectives:
         """Collectives with tensors of the script's own (docs/guide/exchanges/custom.md), outside of rounds."""
-        return Collectives(self.context.group, check=self._check_collective)
 
-    def _check_collective(self) -> None:
+        def check() -> None:
+            self._permit_message()
+            self.context.step_sync.require_same_call("run.collectives")
+
+        return Collectives(self.context.group, check=check, permit=self._permit_message)
+
+    def _permit_message(self) -> None:
         self._loop.check_collective()
         self.context.progress.refuse_within_round("run.collectives")
-        self.context.step_sync.require_same_call("run.collectives")
 
     # -- results
 

@@ -105,7 +105,7 @@ def answer(found: ForeignFlags, command: tuple[str, ...], *, starts: bool) -> An
     if starts and {"processes", "devices", "local rank"} & set(found.flags):
         return _on_this_host(found, command, rest, ranks)
     for meaning, facts in (
-        ("back end", "The device decides the back end: NCCL for NVIDIA GPUs, gloo for the CPU."),
+        ("back end", "The device decides: NCCL for NVIDIA GPUs, gloo for the CPU. --set backend=NAME chooses one."),
         ("restarts", "A process that dies is replaced, and if it cannot be, the run restarts by itself."),
         ("one host", "All processes are started on this host."),
     ):

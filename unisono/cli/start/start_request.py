@@ -28,6 +28,7 @@ from unisono.cli.start.autoresume import job_mark
 from unisono.cli.start.device_checks import problems_here
 from unisono.config import CommandLine, LoadedSettings, Settings, gather, provenance_lines
 from unisono.config.validate import examine
+from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
 from unisono.errors import SettingsError
 from unisono.monitor import console
@@ -89,6 +90,7 @@ class StartRequest:
         loaded, problems = examine(gathered, self.world.size)
         if loaded is not None and not problems:
             problems += problems_here(loaded.settings, self.world.size, line)
+            problems += backend_problems(loaded.settings.backend, line)
         if self.world.launcher == "python":  # with other launchers the main process checks it
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=line)
         problems += request.problems_of_accepted((), line) + request.problems_of_faults(line)

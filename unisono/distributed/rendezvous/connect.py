@@ -31,6 +31,9 @@ GLOO_RELAXATION = 5
 """gloo waits this many times its timeout for a connection (its `relaxedTimeout`; 1.6 s became 8.0, measured), though
 not for an address in the store."""
 
+TIMED = ("gloo", "nccl")
+"""Back ends whose timeout torch can change after connecting. Another one keeps the timeout with which it was made."""
+
 ATTEMPTS = 5
 """On a busy machine gloo sometimes waits for a connection that exists (1 in some thousand groups, measured). Each
 attempt has twice the timeout of the one before."""
@@ -56,6 +59,8 @@ def connect(
         limit: seconds that all attempts may take together.
     """
     count_arrivals(store, size, "here")
+    if backend not in TIMED and first is None:
+        first = TIMEOUT
 
     def connect_once(attempt: int, timeout: timedelta) -> None:
         set_group_count(0)
@@ -68,7 +73,8 @@ def connect(
         )
 
     connect_all(store, rank, size, "connected", connect_once, leave_group, first, limit)
-    set_timeout(TIMEOUT)
+    if backend in TIMED:
+        set_timeout(TIMEOUT)
 
 
 def first_timeout(size: int) -> timedelta:
