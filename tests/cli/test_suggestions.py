@@ -326,7 +326,7 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, copy, bench, check, prove, audit, replay, report, watch, top, doctor, logs, "
+            "The commands are run, slurm, copy, bench, check, prove, audit, replay, report, watch, top, doctor, logs, "
             "fingerprint, profile, export.",
             "unisono --help",
         ),

@@ -1,4 +1,4 @@
-"""A real Slurm on several hosts: slurmctld on the host `head`, and a slurmd on every other host (tests/network/hosts.py).
+"""A real Slurm on several hosts: slurmctld on the host `head`, a slurmd on every other one (tests/network/hosts.py).
 
     head: munged, slurmctld, commands      a: munged, slurmd      b: munged, slurmd
 
@@ -8,8 +8,8 @@
         cluster.wait_for_end(job)
 
 Jobs in the partition `all` have no time to end when they are preempted, those in `patient` have 60 s. Jobs in `urgent`
-preempt both. All hosts see one folder, as from a network file system: it is the working directory of every command. Each host has its
-own munged, with a common key, because a socket belongs to one host.
+preempt both. All hosts see one folder, as from a network file system: it is the working directory of every command.
+Each host has its own munged, with a common key, because a socket belongs to one host.
 """
 
 from __future__ import annotations

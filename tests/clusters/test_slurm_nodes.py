@@ -187,7 +187,16 @@ def test_each_job_of_an_array_is_a_run_and_continues_alone(cluster: SlurmNodes) 
 def test_a_job_that_slurm_refuses_is_one_message(cluster: SlurmNodes) -> None:
     words = ("slurm", "train.py", *NODES, "--partition", "absent", "--write", "absent.sbatch", "--submit")
     ended = cluster.run(*UNISONO, *words, check=False)
-    error = [line for line in ended.stderr.splitlines() if line.startswith("Slurm does not accept the job.")]
-    assert (ended.returncode, len(error)) == (2, 1), ended.stderr
-    assert "absent.sbatch is written. Batch job submission failed: Invalid partition name specified." in ended.stderr
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "Slurm does not accept the job.")
+    assert "absent.sbatch is written. Invalid partition specified: absent; Batch job" in ended.stderr
     assert cluster.run("squeue", "-h").stdout == ""
+
+
+def test_a_controller_that_does_not_answer_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with slurm_nodes(tmp_path, "a") as alone:
+        alone.run("scontrol", "shutdown")
+        alone.wait_until(lambda: alone.run("scontrol", "ping", check=False).returncode != 0, "the end of slurmctld")
+        ended = alone.run(*UNISONO, "slurm", "train.py", "--submit", check=False)
+    assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "Slurm does not answer.")
+    assert "train.sbatch is written." in ended.stderr

@@ -54,7 +54,7 @@ def slurm(
     /,
     *,
     job: JobFlags = JobFlags(),  # noqa: B008  (frozen)
-    file: FileFlags = FileFlags(),  # noqa: B008  (frozen)
+    file: FileFlags = FileFlags(),
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Write a batch script that trains on nodes of a Slurm cluster, and submit it with --submit.

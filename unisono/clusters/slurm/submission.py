@@ -37,6 +37,7 @@ def submit(file: Path) -> str:
         raise SettingsError("Slurm does not answer.", fact, do) from None
     said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
     reason = "; ".join(said) or f"sbatch ended with status {done.returncode}"
+    reason = f"{reason[:1].upper()}{reason[1:]}"
     if done.returncode and "contact slurm controller" in reason:
         fact = f"{file} is written. {reason}."
         raise SettingsError("Slurm does not answer.", fact, f"scontrol ping, then {again}")
