@@ -26,7 +26,8 @@ from tests.network import hosts as network
 from tests.network.hosts import Host, hosts
 from unisono import environment
 
-PATIENCE_SECONDS = 180.0
+PATIENCE_SECONDS = 300.0
+"""Enough for a busy machine. Only a hang takes that long."""
 
 CONF = """\
 ClusterName=private

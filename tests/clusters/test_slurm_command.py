@@ -120,7 +120,13 @@ def test_jobs_of_an_array_have_settings_and_run_directories_of_their_own(folder:
     run = ["--run-dir", "runs/train-20_4", "--autoresume", "--set", "lr=0.4", "--", 'a "quoted" $HOME 4']
     assert (flags, scontrol) == (run, ["scontrol", "requeue", "20_4"])
     assert main([*words[:4], "--overwrite", "--run-dir", "runs/mine"]) == 0
-    assert "run_dir=runs/mine-$SLURM_ARRAY_TASK_ID\n" in (folder / "train.sbatch").read_text()
+    assert 'run_dir="runs/mine-${SLURM_ARRAY_TASK_ID}"\n' in (folder / "train.sbatch").read_text()
+
+
+def test_a_resume_names_the_newest_run(folder: Path) -> None:
+    (folder / "runs" / "train-20260101-000000" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    assert main(["slurm", "train.py", "--resume"]) == 0
+    assert "run_dir=runs/train-20260101-000000\n" in (folder / "train.sbatch").read_text()
 
 
 def test_a_recipe_is_started_by_the_command(folder: Path) -> None:
@@ -164,6 +170,8 @@ def test_an_edited_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixt
         ("--gpus-per-node many", "Invalid value for --gpus-per-node: many", "--gpus-per-node 4"),
         ("--sbatch time=3", "--sbatch cannot set time.", "unisono slurm train.py (without it)"),
         ("--sbatch=-m=3", "Invalid value for --sbatch: -m=3", "unisono slurm train.py"),
+        ("--resume", "Nothing to resume.", "unisono slurm train.py (from the start)"),
+        ("--resume --array 0-3", "--resume of an array needs --run-dir.", "--run-dir runs/NAME-%a"),
         ("--set batch=-1", "batch = -1 is out of range.", "--set batch=1"),
         ("--ranks 4", "There is no flag --ranks.", "unisono slurm train.py (without it)"),
         ("--submit", "Slurm is not installed here.", "sbatch train.sbatch (on a login node of the cluster)"),

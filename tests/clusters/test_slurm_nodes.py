@@ -138,7 +138,7 @@ def test_a_preempted_job_continues(cluster: SlurmNodes, partition: str) -> None:
 
 
 def test_a_job_saves_before_its_time_limit_and_continues(cluster: SlurmNodes) -> None:
-    job = submit(cluster, "--set", "pause=5", "--time", "1", "--signal", "10")
+    job = submit(cluster, "--set", "pause=9", "--time", "2", "--signal", "20")  # Slurm is at most 30 s early here
     assert cluster.wait_for_end(job) == "COMPLETED", cluster.logs()
     assert restarts(cluster, job) >= 1
     assert "Stopping: the current step is finished and saved." in (cluster.work / f"train-{job}.out").read_text()
@@ -186,10 +186,11 @@ def test_each_job_of_an_array_is_a_run_and_continues_alone(cluster: SlurmNodes) 
 
 def test_a_job_that_slurm_refuses_is_one_message(cluster: SlurmNodes) -> None:
     words = ("slurm", "train.py", *NODES, "--partition", "absent", "--write", "absent.sbatch", "--submit")
+    before = cluster.run("squeue", "-h", "-o", "%i").stdout
     ended = cluster.run(*UNISONO, *words, check=False)
     assert (ended.returncode, ended.stderr.splitlines()[0]) == (2, "Slurm does not accept the job.")
     assert "absent.sbatch is written. Invalid partition specified: absent; Batch job" in ended.stderr
-    assert cluster.run("squeue", "-h").stdout == ""
+    assert cluster.run("squeue", "-h", "-o", "%i").stdout == before
 
 
 def test_a_controller_that_does_not_answer_is_one_message(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from cyclopts import Group, Parameter
 
 from unisono.cli.clusters.slurm_flags import JobFlags
 from unisono.cli.request.request_checks import checked, mentions_unisono
+from unisono.cli.request.run_dir import newest_run
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
-from unisono.clusters.slurm.batch_script import BatchScript, with_index
+from unisono.clusters.slurm.batch_script import INDEX, BatchScript, with_index
 from unisono.clusters.slurm.job_request import JobRequest
 from unisono.clusters.slurm.submission import submit
 from unisono.config import CommandLine
@@ -72,6 +73,7 @@ def slurm(
     asked = job.job(Path(target).stem)
     if problems := asked.problems(line):
         raise SettingsError.of(problems)
+    request = _with_run_dir(request, asked, line)
     note = _checked(target, asked, request, line)
     program = [sys.executable, *(["-m", "unisono", "run", target] if target in recipes() else [target])]
     path = file.write if file.write is not None else Path(f"{asked.name}.sbatch")
@@ -96,6 +98,23 @@ def slurm(
     else:
         print(f"Written: {path}. Next: sbatch {shlex.quote(str(path))}")
     return 0
+
+
+def _with_run_dir(request: RunRequest, asked: JobRequest, line: CommandLine) -> RunRequest:
+    """Return the request with the run directory that the batch script names; None for one after the job.
+
+    Raises:
+        SettingsError: for --resume of an array without --run-dir.
+    """
+    path = request.run_dir
+    if path is None and request.resume and asked.array:
+        fact = "Each job of an array has a run directory of its own."
+        raise SettingsError("--resume of an array needs --run-dir.", fact, str(line.flag("--run-dir", "runs/NAME-%a")))
+    if path is None and request.resume:
+        path = newest_run(asked.name)
+    if path is not None and asked.array and INDEX not in str(path):
+        path = path.with_name(f"{path.name}-{INDEX}")
+    return replace(request, run_dir=path)
 
 
 def _checked(target: str, asked: JobRequest, request: RunRequest, line: CommandLine) -> str:

@@ -124,8 +124,6 @@ class BatchScript:
             yield "job=$SLURM_JOB_ID"
         if not self.run_dir:
             yield f"run_dir={shlex.quote(f'runs/{self.request.name}-')}$job"
-        elif self.request.array and INDEX not in self.run_dir:
-            yield f"run_dir={shlex.quote(f'{self.run_dir}-')}$SLURM_ARRAY_TASK_ID"
         else:
             yield f"run_dir={self._word(self.run_dir)}"
 
