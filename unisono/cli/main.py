@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
+from unisono.cli.clusters.slurm_command import slurm
 from unisono.cli.commands.audit import audit
 from unisono.cli.commands.bench import bench
 from unisono.cli.commands.check import check
@@ -43,6 +44,7 @@ Examples:
   unisono run text --ranks 2            train a language model on two processes
   unisono run train.py --set steps=500  train your own script
   unisono run train.py --resume         continue its newest run
+  unisono slurm train.py --nodes 2      write a batch script for Slurm
   unisono copy text train.py            copy a recipe, to change it
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
@@ -69,6 +71,12 @@ BENCH = """\
   unisono bench --ranks 4                every collective and pair, on this host
   unisono bench --only all_reduce --only ring --sizes 1MB,16MB
   torchrun --nnodes 2 --nproc-per-node 4 ... --no-python unisono bench
+"""
+SLURM = """\
+  unisono slurm train.py --nodes 2 --ranks-per-node 4 --time 12:00:00
+  unisono slurm train.py --gpus-per-node 8 --partition gpu --submit
+  unisono slurm train.py --array 0-7 --set seed=%a
+  unisono slurm text --nodes 2 --sbatch mem=64G --write job.sbatch
 """
 COPY = """\
   unisono copy text                      to text.py in the working directory
@@ -134,6 +142,7 @@ TRAIN, VERIFY, INSPECT = (Group(name, sort_key=i) for i, name in enumerate(("Tra
 
 VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (run, TRAIN, RUN),
+    (slurm, TRAIN, SLURM),
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (check, VERIFY, CHECK),
@@ -215,10 +224,10 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, check, prove, audit, doctor):
+    if command in (run, slurm, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
-        facts = "Only `unisono run`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+        facts = "Only `unisono run`, `slurm`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks", "--ranks-per-device"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
+    *("--nodes", "--ranks-per-node", "--time", "--signal", "--array", "--gpus-per-node", "--cpus-per-task"),
+    *("--partition", "--account", "--sbatch", "--write"),
 )
 """Flags whose value is the next word."""
 
@@ -54,8 +57,12 @@ class CommandLine:
         return shlex.join(["unisono", "run", *target[:1], "--help"])
 
     def in_processes(self, count: int) -> CommandLine:
-        """Return it with this number of processes, for `unisono run`, srun or mpirun."""
+        """Return it with this number of processes, for `unisono run`, `unisono slurm`, srun or mpirun."""
         words = self.words or ("unisono", "run", "SCRIPT")
+        if words[:2] == ("unisono", "slurm"):
+            nodes = next((int(n) for flag, n in pairwise(words) if flag == "--nodes" and n.isdecimal()), 1) or 1
+            nodes = nodes if count % nodes == 0 else 1
+            return self.flag("--nodes", str(nodes)).flag("--ranks-per-node", str(count // nodes))
         if words[:2] in (("srun", "-n"), ("mpirun", "-n")):
             return CommandLine((*words[:2], str(count), *words[3:]))
         if words[0] == "python":

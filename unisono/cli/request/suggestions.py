@@ -62,7 +62,7 @@ WHOLE = Parameter(converter=_whole)
 """A number of things. By default the parser rounds 1.5."""
 
 OPERANDS = {
-    **dict.fromkeys(["run", "check", "prove"], ("the name of a recipe, or the path of a script", "text")),
+    **dict.fromkeys(["run", "slurm", "check", "prove"], ("the name of a recipe, or the path of a script", "text")),
     "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
     "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),
@@ -77,6 +77,7 @@ PATHS = {"--run-dir": "runs/mine", "--settings": "", "--script": ""}
 """Flags that take a path, and an example; "" if the command without the flag is the likelier one."""
 
 EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "LAYOUT": "shard=2"}
+EXAMPLES |= {"SECONDS": "120", "LIMIT": "12:00:00", "INDICES": "0-7"}
 """A valid value for each placeholder in the help."""
 
 VERBS_ELSEWHERE = {
@@ -160,7 +161,7 @@ class Suggestions:
 
     @property
     def _takes_script_arguments(self) -> bool:
-        return self.command[0] == "python" or self._verb == "run"
+        return self.command[0] == "python" or self._verb in ("run", "slurm")
 
     def _launcher_flag(self) -> launcher_flags.Answer | None:
         """Answer a flag of another launcher: --nnodes 2, --local_rank 0, -np 4."""

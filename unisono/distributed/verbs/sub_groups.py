@@ -26,7 +26,7 @@ class SubGroup:
             self._membership.claim_sockets()
         if whole.rank in ranks:
             rank, size = ranks.index(whole.rank), len(ranks)
-            self.group = ProcessGroup(rank, size, whole.device, whole.mixed, whole.staged, {}, ranks, handle)
+            self.group = ProcessGroup(rank, size, whole.device, whole.mixed, whole.staged, {}, (), ranks, handle)
             self.group.monitor, self.group.backend = whole.monitor, whole.backend
 
     @property

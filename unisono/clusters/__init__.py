@@ -1,0 +1,1 @@
+"""Requests for the schedulers of clusters, one folder for each engine. No torch."""

@@ -1,0 +1,1 @@
+"""Write batch scripts for Slurm, and submit them."""
