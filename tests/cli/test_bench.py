@@ -18,7 +18,7 @@ from tests.cli.refused_requests import RequestProblems
 from unisono import environment
 from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
-from unisono.cli.benchmark.measure import rounds
+from unisono.cli.benchmark.pair_rounds import rounds
 from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.commands.bench import collected
 
