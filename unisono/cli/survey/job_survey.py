@@ -1,6 +1,6 @@
 """Examine the hosts of a job from within: the first process of each host reports, and probes the links to the others.
 
-The processes are those that torchrun, srun, mpirun or another engine has started. They form a group first, as a run does.
+The processes are those that torchrun, srun, mpirun or another engine has started. They form a group first.
 """
 
 from __future__ import annotations

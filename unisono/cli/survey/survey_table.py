@@ -80,7 +80,7 @@ def _cells(host: SurveyedHost) -> list[str]:
         f"{facts['memory'] / 2**30:.1f} GB",
         f"{disk / 2**30:.1f} GB" if disk is not None else "-",
         clock,
-        f"{host.address} ({host.interface})" if host.address else "this host",
+        f"{host.address} ({host.interface})" if host.address else "-",
     ]
 
 
