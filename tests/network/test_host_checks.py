@@ -354,6 +354,7 @@ def test_wrong_requests_are_one_message(hosts: Hosts) -> None:
 # -- within a job, and a slow link
 
 
+@pytest.mark.slow
 def test_the_hosts_of_a_job_examine_themselves(hosts: Hosts) -> None:
     """Each host runs the same command, under the variables of an engine."""
     a, b = hosts.others["a"], hosts.others["b"]

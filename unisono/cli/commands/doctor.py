@@ -114,7 +114,7 @@ def doctor(
         return doctor_hosts(several, script, request.run_dir, json=json)
     world = _world_of_job()
     if world is not None:
-        return doctor_job(world, script, request.run_dir, examine, json=json)
+        return doctor_job(world, script, request.run_dir, examine_for_job, json=json)
     if script is not None or request.run_dir is not None:
         do = "unisono doctor --hosts a,b --script train.py"
         raise SettingsError("--script and --run-dir need several hosts.", "Each host is compared with this one.", do)
@@ -177,6 +177,12 @@ def examine() -> Iterator[Finding]:
     yield from _room()
     if torch is not None:
         yield _collective()
+
+
+def examine_for_job() -> Iterator[Finding]:
+    """Run the checks of a host that the group of a job, whose processes import torch and exchange data, does not do."""
+    yield from _machine()
+    yield from _versions()
 
 
 def _machine() -> Iterator[Finding]:
