@@ -18,7 +18,7 @@ from tests.cli.refused_requests import RequestProblems
 from unisono import environment
 from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
-from unisono.cli.benchmark.measure import rounds
+from unisono.cli.benchmark.pair_rounds import rounds
 from unisono.cli.benchmark.slow_links import MeasuredLink, findings
 from unisono.cli.commands.bench import collected
 
@@ -182,11 +182,14 @@ def links(size: int, slow: dict[tuple[int, int], tuple[float, float]]) -> list[M
 
 def test_a_slow_link_is_reported_with_numbers_and_advice() -> None:
     (report,) = map(str, findings(links(4, {(1, 2): (100e-6, 2e8)}), ["a", "b", "c", "d"]))
-    assert "between ranks 1 and 2 is slow" in report
-    assert "200 MB/s, where 1 GB/s is the median of 6 links" in report
+    assert "between host b and host c is slow" in report
+    assert "200 MB/s, 0.2 times the median (1 GB/s) of 6 links" in report
+    assert "100 MB over it take 0.5 s, and 0.1 s at the median" in report
     assert "iperf3 -s on b, iperf3 -c b on c" in report
     (report,) = map(str, findings(links(4, {(0, 1): (900e-6, 1e9)}), ["a"] * 4))
-    assert "900 us for a small message, where 100 us is the median" in report
+    assert "between rank 0 and rank 1 is slow" in report
+    assert "900 us for a small message, 9 times the median (100 us)" in report
+    assert "Each exchange waits" not in report
     assert "what else runs on a" in report
 
 
@@ -195,9 +198,18 @@ def test_a_slow_process_is_reported_once(size: int) -> None:
     """With three processes, two of three links are slow, and so is their median."""
     far = {(rank, size - 1): (100e-6, 1e8) for rank in range(size - 1)}
     (report,) = map(str, findings(links(size, far), [*"abcdefgh"[: size - 1], "z"]))
-    assert f"Rank {size - 1} is slow with all other ranks" in report
-    assert f"100 MB/s, where 1 GB/s is the median of the {size} processes" in report
+    assert "Host z is slow with all others" in report
+    assert f"100 MB/s, 0.1 times the median (1 GB/s) of the {size} best links" in report
     assert "iperf3 -s on z, iperf3 -c z on a" in report
+
+
+def test_links_between_several_processes_of_hosts_are_compared_by_hosts() -> None:
+    """Hosts a, b, c with two processes each: all four links between b and c are slow, and are one finding."""
+    far = {(one, other): (100e-6, 1e8) for one in (2, 3) for other in (4, 5)}
+    hosts = ["a", "a", "b", "b", "c", "c"]
+    (report,) = map(str, findings(links(6, far), hosts))
+    assert "between host b and host c is slow" in report
+    assert "100 MB/s, 0.1 times the median (1 GB/s) of 3 links" in report
 
 
 def test_similar_links_are_not_slow() -> None:

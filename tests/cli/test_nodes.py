@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from subprocess import Popen
@@ -115,3 +116,37 @@ def test_nodes_of_a_job_need_no_flags(command: Command, monkeypatch: pytest.Monk
     assert (first.status, other.status) == (0, 0), first.err + other.err
     found = result(command, "out")
     assert (found["ranks"], found["weights_sha256"]) == (4, whole["weights_sha256"])
+
+
+@pytest.mark.slow
+def test_the_doctor_examines_nodes(command: Command) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["--nodes", "2", "--meet", f"127.0.0.1:{port}"]
+    second = command.start("doctor", *words, "--node", "1")
+    first = command.start("doctor", *words, "--node", "0", "--json")
+    ended, other = command.end(first), command.end(second)
+    assert (ended.status, other.status, other.out) == (0, 0, ""), ended.err + other.err
+    found = json.loads(ended.out)
+    assert [(host["name"], host["address"]) for host in found["hosts"]] == [
+        ("node-0", "127.0.0.1"),
+        ("node-1", "127.0.0.1"),
+    ]
+    assert [(link["source"], link["target"], link["error"]) for link in found["links"]] == [
+        ("node-0", "node-1", ""),
+        ("node-1", "node-0", ""),
+    ]
+
+
+@pytest.mark.slow
+def test_bench_measures_nodes(command: Command) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["bench", "--only", "pairs", "--run-dir", "out", "--nodes", "2", "--meet", f"127.0.0.1:{port}"]
+    second = command.start(*words, "--node", "1")
+    first = command.start(*words, "--node", "0", "--json")
+    ended, other = command.end(first), command.end(second)
+    assert (ended.status, other.status, other.out) == (0, 0, ""), ended.err + other.err
+    assert [pair["ranks"] for pair in json.loads(ended.out)["pairs"]] == [[0, 1]]

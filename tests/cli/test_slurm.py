@@ -96,6 +96,13 @@ def test_unisono_run_can_be_the_task(cluster: Slurm) -> None:
     assert bits(cluster, "command") == bits(cluster, "alone")
 
 
+def test_the_doctor_examines_the_hosts_of_a_step(cluster: Slurm) -> None:
+    words = [sys.executable, "-m", "unisono.cli.main", "doctor", "--json", "--script", "train.py"]
+    found = json.loads(cluster.run("srun", "-n", "2", *words).stdout)
+    assert (found["exit_status"], found["links"]) == (0, [])
+    assert [host["reachable"] for host in found["hosts"]] == [True]
+
+
 @pytest.mark.parametrize("where", ["", "--run-dir again"])
 def test_a_requeued_job_resumes_on_another_number_of_tasks(cluster: Slurm, where: str) -> None:
     tasks = "$((2 + ${SLURM_RESTART_COUNT:-0}))"

@@ -70,6 +70,7 @@ RUN = """\
 BENCH = """\
   unisono bench --ranks 4                every collective and pair, on this host
   unisono bench --only all_reduce --only ring --sizes 1MB,16MB
+  unisono bench --hosts a,b,c --only pairs
   torchrun --nnodes 2 --nproc-per-node 4 ... --no-python unisono bench
 """
 SLURM = """\
@@ -102,6 +103,8 @@ REPLAY = """\
 DOCTOR = """\
   unisono doctor
   unisono doctor --json
+  unisono doctor --hosts a,b --script train.py
+  srun unisono doctor                    the hosts of the job
   unisono doctor --rehearse train.py --ranks 4
 """
 LOGS = """\

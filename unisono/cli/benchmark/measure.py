@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.cli.benchmark.collective_kinds import KINDS
+from unisono.cli.benchmark.pair_rounds import rounds
 from unisono.cli.benchmark.units import bandwidth, duration, size_of
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import Message, ProcessGroup, wait_for, wrap_peer_errors
@@ -37,8 +38,6 @@ WARM_UP = 2
 
 SMALL, LARGE = 1, 2**20
 """Numbers of float32 elements that pairs send to each other: 4 bytes and 4 MB."""
-ONE_BY_ONE = 16
-"""With more processes than this, disjoint pairs are measured at the same time."""
 
 
 class Call(NamedTuple):
@@ -242,21 +241,6 @@ def pairs(group: ProcessGroup) -> list[dict[str, Any]]:
                         {"ranks": [one, other], "latency_seconds": small, "bytes_per_second": 4 * LARGE / large}
                     )
     return sorted((row for rows in group.all_gather_object(mine) for row in rows), key=lambda row: row["ranks"])
-
-
-def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of disjoint pairs: one pair each, or for many processes as in a round-robin tournament.
-
-    https://en.wikipedia.org/wiki/Round-robin_tournament#Circle_method
-    """
-    if size <= ONE_BY_ONE:
-        yield from ([(one, other)] for one in range(size) for other in range(one + 1, size))
-        return
-    places = [*range(size), *([None] if size % 2 else [])]
-    for _ in range(len(places) - 1):
-        met = zip(places[: len(places) // 2], reversed(places), strict=False)
-        yield [(min(a, b), max(a, b)) for a, b in met if a is not None and b is not None]
-        places = [places[0], places[-1], *places[1:-1]]
 
 
 def _there_and_back(group: ProcessGroup, there: int, count: int, first: bool) -> float:

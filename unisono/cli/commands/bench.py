@@ -20,6 +20,8 @@ from cyclopts import Parameter
 from unisono.cli.benchmark.collective_kinds import KINDS
 from unisono.cli.benchmark.html_report import page
 from unisono.cli.benchmark.slow_links import MeasuredLink, findings
+from unisono.cli.request.host_flags import HostFlags
+from unisono.cli.request.restarts import say_line
 from unisono.cli.request.run_dir import choose_run_dir, problems_of_run_dir
 from unisono.cli.request.run_options import WHAT, WHERE
 from unisono.cli.request.suggestions import WHOLE
@@ -27,6 +29,7 @@ from unisono.config import CommandLine, plural
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError
 from unisono.launcher import local_launch
+from unisono.launcher.hosts.cluster import Cluster
 from unisono.launcher.supervisor import RunOutcome
 
 LINES = "measured.jsonl"
@@ -44,15 +47,17 @@ def bench(
     sizes: Annotated[str, Parameter(metavar="LIST", group=WHAT)] = SIZES,
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None,
     json: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+    several: HostFlags = HostFlags(),  # noqa: B008  (frozen)
 ) -> int:
     """Measure how fast processes communicate, with every collective and between every pair, and name slow links.
 
-    Processes are started on this host, or are those of torchrun or srun. Writes bench.json, and plots to bench.html.
+    Processes are started on this host or on those of --hosts, or are those of torchrun, srun or mpirun. Writes
+    bench.json, and plots to bench.html.
 
     Parameters
     ----------
     ranks
-        Number of processes to start, 2 by default. Under torchrun and srun it is theirs.
+        Number of processes to start: 2, or the slots of the hosts, by default. Under torchrun and srun it is theirs.
     only
         Measure only this collective, or only `pairs`. Repeatable.
     sizes
@@ -66,15 +71,29 @@ def bench(
     words += ["--sizes", sizes] if sizes != SIZES else []
     words += ["--ranks", str(ranks)] if ranks is not None else []
     words += ["--run-dir", str(run_dir)] if run_dir is not None else []
+    words += several.words
     line = CommandLine(("unisono", "bench", *words, *(["--json"] if json else [])))
-    world = World.current()
+    world = World() if several.words else World.current()
+    if several.words:
+        ranks = int(several.ranks("1" if ranks is None else str(ranks)))
     count, plan = _checked(world, ranks, only, sizes, run_dir, line)
     if world.foreign:
         return _in_this_world(world, plan, run_dir, line, json)
+    if several.is_agent:
+        return several.serve()
+    where = several.places(count)
+    cluster = Cluster(where.listed, count, where.connector, say_line) if where is not None else None
     folder = choose_run_dir("bench", run_dir, resume=False, line=line)
     arguments = [str(folder.resolve() / LINES), json_.dumps(plan)]
     script, screen = Path(__file__).parents[1] / "benchmark" / "measure.py", None if json else 1
-    outcome = local_launch.run(script, arguments, ranks=count, logs=folder / "log", screen=screen, verbose=not json)
+    try:
+        outcome = local_launch.run(
+            script, arguments, ranks=count, logs=folder / "log", screen=screen, verbose=not json, cluster=cluster
+        )
+    except SettingsError:  # nothing was started
+        if run_dir is None:
+            shutil.rmtree(folder)
+        raise
     return _ended(outcome, folder, json, ours=run_dir is None)
 
 

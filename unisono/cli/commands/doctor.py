@@ -23,8 +23,10 @@ import psutil  # type: ignore[import-untyped]
 from cyclopts import Parameter
 
 import unisono
+from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
+from unisono.cli.survey.survey_command import doctor_hosts, doctor_job
 from unisono.environment import World, host_of, join_port, terminal_columns, variables
 from unisono.environment.routes import outer_interfaces, route_to
 from unisono.errors import SettingsError, WorldError
@@ -82,11 +84,14 @@ def doctor(
     *,
     rehearse: Annotated[str | None, Parameter(metavar="TARGET")] = None,
     ranks: Annotated[int, WHOLE, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = 2,
+    script: Annotated[Path | None, Parameter(metavar="SCRIPT", group=WHERE)] = None,
+    several: HostFlags = HostFlags(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Check that this machine is ready to train, and say what to type if it is not.
+    """Check that this machine, or several hosts, are ready to train, and say what to type if they are not.
 
-    Two processes are started and exchange data. Exit status 1: something is broken.
+    Two processes are started and exchange data. With --hosts, and in a job of torchrun, srun or mpirun, the hosts and
+    the links between them are examined. Exit status 1: something is broken; 2: a host cannot be examined.
 
     Parameters
     ----------
@@ -94,15 +99,25 @@ def doctor(
         Inject failures into runs of this recipe or script instead, and report which failures the runs survive.
     ranks
         Number of processes of a rehearsal.
+    script
+        With several hosts: a script that must be the same file on all of them.
     """
     if rehearse is not None:
         from unisono.cli.commands import rehearse as rehearsal
 
         return rehearsal.rehearse(rehearse, ranks, request)
     json = request.json
-    if request != RunRequest(json=json) or ranks != 2:
+    if request != RunRequest(json=json, run_dir=request.run_dir) or ranks != 2:
         do = "unisono doctor, or with a script: unisono doctor --rehearse text"
         raise SettingsError("These flags need --rehearse.", "Without it, no script is run.", do)
+    if several.words:
+        return doctor_hosts(several, script, request.run_dir, json=json)
+    world = _world_of_job()
+    if world is not None:
+        return doctor_job(world, script, request.run_dir, examine_for_job, json=json)
+    if script is not None or request.run_dir is not None:
+        do = "unisono doctor --hosts a,b --script train.py"
+        raise SettingsError("--script and --run-dir need several hosts.", "Each host is compared with this one.", do)
     findings = []
     for finding in examine():
         findings.append(finding)
@@ -116,6 +131,15 @@ def doctor(
         more = " --cpu-ranks 1" if len(devices) == 1 else ""  # the second process has none
         print(f"{len(broken)} broken." if broken else f"Ready. Next: unisono run text --ranks 2{more}")
     return 1 if broken else 0
+
+
+def _world_of_job() -> World | None:
+    """Return the place of this process among several that an engine has started; None for a single one."""
+    try:
+        world = World.current()
+    except WorldError:  # a finding of `network`
+        return None
+    return world if world.foreign and world.size > 1 else None
 
 
 def print_finding(finding: Finding) -> None:
@@ -153,6 +177,12 @@ def examine() -> Iterator[Finding]:
     yield from _room()
     if torch is not None:
         yield _collective()
+
+
+def examine_for_job() -> Iterator[Finding]:
+    """Run the checks of a host that the group of a job, whose processes import torch and exchange data, does not do."""
+    yield from _machine()
+    yield from _versions()
 
 
 def _machine() -> Iterator[Finding]:

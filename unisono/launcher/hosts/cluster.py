@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,17 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 from unisono.environment import World, variables
 from unisono.errors import Problem, SettingsError
+from unisono.launcher.hosts.host_differences import CONNECT_SECONDS, differences, why_unreachable
 from unisono.launcher.hosts.host_facts import facts_of
 from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.hosts.remote_host import Link, RemoteHost
 from unisono.launcher.hosts.ssh import SshLink, agent_command
 from unisono.launcher.worker_process import Handle, WorkerSpec
-
-CONNECT_SECONDS = 30.0
-"""Time limit for a connection to a host and for its facts."""
-
-SAME = {"python": "Python", "torch": "torch", "unisono": "Unisono"}
-"""Facts that must be the same on all hosts, and their names in messages."""
 
 
 class Connector(Protocol):
@@ -116,21 +109,11 @@ class Cluster:
         problems = []
         for (number, host), facts in zip(self._remote.items(), found, strict=True):
             if facts is None:
-                problems.append(self._unreachable(host))
+                problems.append(why_unreachable(host))
                 continue
             self._facts[number] = facts
-            problems += _differences(host.name, facts, here)
+            problems += differences(host.name, facts, here)
         return problems
-
-    def _unreachable(self, host: RemoteHost) -> Problem:
-        if not host.lost:
-            fact, do = f"Its agent has not answered within {CONNECT_SECONDS:g} s.", f"ssh {host.name} true"
-        elif host.lost.startswith("its shell"):
-            fact = f"{host.lost[:1].upper()}{host.lost[1:]}."
-            do = f"let the start files of its shell print nothing (ssh {host.name} true)"
-        else:
-            fact, do = host.link.failure()
-        return Problem(f"Cannot start processes on host {host.name}.", fact, do.replace("HOST", host.name))
 
     # -- processes
 
@@ -187,20 +170,3 @@ class Cluster:
             count, name = self._starting[host], self.interface(host)
             parts.append(f"{listed.name} {count}{f' ({name})' if name else ''}" if count else f"{listed.name} spare")
         return ", ".join(parts)
-
-
-def _differences(name: str, facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[Problem]:
-    """Return in what a host differs from this one."""
-    problems = []
-    error = f"Host {name} differs from {socket.gethostname()}."
-    for key, what in SAME.items():
-        if facts[key] != here[key]:
-            fact = f"{what} is {facts[key]} there and {here[key]} here."
-            problems.append(Problem(error, fact, f"install the same version there, for {sys.executable}"))
-    if facts["script"] != here["script"]:
-        fact = "The script is not the same file there." if facts["script"] else "The script does not exist there."
-        problems.append(Problem(error, fact, "copy it there, to the same path, or use a shared folder"))
-    if not facts["sees_run_dir"]:
-        fact = "It does not see the run directory."
-        problems.append(Problem(error, fact, "--run-dir DIR, on a file system that all hosts share"))
-    return problems

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from typing import Any
 from unisono.environment import inherited
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_facts import facts_of, reached_at
+from unisono.launcher.hosts.link_probe import ProbeService
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
 
 POLL_SECONDS = 0.05
@@ -121,6 +123,7 @@ class HostAgent:
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
         self._count = 0
         self._over = False
+        self._probes = ProbeService()
         self._heard = self._said = time.monotonic()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(folder / "store"))
@@ -147,6 +150,7 @@ class HostAgent:
                 process.signal(signal.SIGKILL, group=True)
             for process in self.processes.values():
                 process.popen.wait()
+            self._probes.close()
         return self._status
 
     def _check(self) -> None:
@@ -186,8 +190,18 @@ class HostAgent:
                 process.signal(values["signal"], group=values["group"])
         elif "store" in values:
             self._reply(values["store"], data)
+        elif "clock" in values:  # at once, because the delay counts as an error
+            self.stream.send(answer=values["ask"], **self._probes.answer(values))
+        elif "ask" in values:
+            threading.Thread(target=self._answer, args=(values,), name="probe", daemon=True).start()
         elif "end" in values:
             self._over, self._status = True, values["end"]
+
+    def _answer(self, question: dict[str, Any]) -> None:
+        """Answer a question that may take seconds."""
+        answer = self._probes.answer(question)
+        with contextlib.suppress(OSError):  # the connection has ended
+            self.stream.send(answer=question["ask"], **answer)
 
     # -- processes
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +37,7 @@ def facts_of(script: str, run_dir: str, mark: str) -> dict[str, Any]:
         "script": digest_of(Path(script)),
         "sees_run_dir": Path(run_dir, mark).exists(),
         "free_bytes": _free_bytes(Path(run_dir)),
+        "free_elsewhere": {folder: _free_bytes(Path(folder)) for folder in (tempfile.gettempdir(), "/dev/shm")},
         "cores": len(os.sched_getaffinity(0)),
         "memory": psutil.virtual_memory().available,
         "interfaces": interfaces(),

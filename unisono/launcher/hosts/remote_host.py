@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any, Protocol
 
 from unisono.launcher.hosts.host_agent import ALIVE_SECONDS, SILENCE_SECONDS
@@ -136,6 +137,7 @@ class RemoteHost:
         self._rendezvous = rendezvous
         self._processes: dict[int, RemoteProcess] = {}
         self._connections: dict[int, socket.socket] = {}
+        self._questions: dict[int, Queue[dict[str, Any]]] = {}
         self._ending = False
         self._known = threading.Event()
         self._stream = MessageStream(link.reader, link.writer)
@@ -152,6 +154,17 @@ class RemoteHost:
         """Return the facts, or None if they do not arrive in time, or the connection has ended."""
         self._known.wait(seconds)
         return self.facts
+
+    def ask(self, seconds: float, **question: Any) -> dict[str, Any]:
+        """Ask the agent a question (link_probe.ProbeService), and return its answer, with `error` if there is none."""
+        queue: Queue[dict[str, Any]] = Queue()
+        number = len(self._questions)
+        self._questions[number] = queue
+        self.send(ask=number, **question)
+        try:
+            return {"error": self.lost} if self.lost else queue.get(timeout=seconds)
+        except Empty:
+            return {"error": self.lost or f"its agent has not answered within {seconds:g} s"}
 
     def start(self, number: int, world: Mapping[str, Any], spec: WorkerSpec) -> RemoteProcess:
         """Start a process there. `world`: its place in the run."""
@@ -210,6 +223,8 @@ class RemoteHost:
             if self._processes:
                 self._say(f"Host {self.name} is lost: {self.lost}.")
             self.link.kill()
+        for queue in list(self._questions.values()):
+            queue.put({"error": self.lost})
         for connection in self._connections.values():
             connection.close()
         for process in self._processes.values():
@@ -225,6 +240,8 @@ class RemoteHost:
             self._processes[values["ended"]].end(values["code"])
         elif "store" in values:
             self._request(values["store"], data, opened=values.get("opened", False))
+        elif "answer" in values:
+            self._questions[values["answer"]].put(values)
         elif "facts" in values:
             self.facts = values["facts"]
             self._known.set()

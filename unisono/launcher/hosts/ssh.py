@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import subprocess
 import sys
@@ -87,6 +88,9 @@ def reason_of(words: Sequence[str], status: int | None) -> tuple[str, str]:
         status: its exit status.
     """
     text = "\n".join(words)
+    if re.search(r"\bcd: ", text):
+        fact = "The working folder does not exist there."
+        return fact, "type the command in a folder that all hosts have, such as one on a shared file system"
     for mark, fact, do in KNOWN:
         if mark in text:
             return fact, do

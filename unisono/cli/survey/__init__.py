@@ -1,0 +1,1 @@
+"""`unisono doctor` on several hosts: examine each host and the links between them, and name what is wrong."""
