@@ -28,6 +28,7 @@ STEPS = {
     "tensors": 3,
     "torch_compat": 3,
     "launcher": 4,
+    "clusters": 5,
     "distributed": 4,
     "data": 5,
     "parallel": 5,
@@ -58,6 +59,7 @@ WITHOUT_TORCH = (
     "machine",
     "phases",
     "launcher",
+    "clusters",
 )
 WITHOUT_NUMPY = tuple(room for room in WITHOUT_TORCH if room != "plan")
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks", "--ranks-per-device"),
+    *("--image", "--name", "--namespace", "--ranks-per-pod", "--gpus-per-pod", "--gpu-resource", "--cpus", "--memory"),
+    *("--claim", "--volume-size", "--storage-class", "--queue", "--topology", "--grace", "--retries"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
 )
 """Flags whose value is the next word."""

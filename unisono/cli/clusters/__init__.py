@@ -1,0 +1,1 @@
+"""The commands for engines of clusters, one module each."""
