@@ -143,7 +143,7 @@ def test_the_run_continues_after_pod_0_was_killed(cluster: Cluster, fingerprint:
         job.start(index)
     job.wait_for(cluster.timeline("killed"), '"step":6,')
     job.signal(0, signal.SIGKILL)
-    assert job.wait(0) == -signal.SIGKILL
+    assert job.wait(0) == 1  # so unshare reports SIGKILL
     assert job.wait(1) == 1, job.text()
     assert job.on_exit(1) == "count"
     for index in range(2):
@@ -189,3 +189,21 @@ def test_a_wrong_request_fails_the_job(cluster: Cluster) -> None:
     assert (status, job.on_exit(status)) == (2, "fail"), job.text()
     assert "stps" in job.log(0).read_text()
     assert job.wait(1) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_reads_the_variables_of_kubeflow(cluster: Cluster, fingerprint: str) -> None:
+    """Kubeflow Trainer gives each pod the flags of torchrun as variables."""
+    words = [sys.executable, "-m", "torch.distributed.run", "train.py", "--run-dir", str(cluster.volume / "torchrun")]
+    port, first = "29400", cluster.nodes[0]
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": first.name, "PET_MASTER_PORT": port}
+    started = []
+    for index, node in enumerate(cluster.nodes):
+        environment = inherited({**variables, "PET_NODE_RANK": str(index), "PYTHONPATH": str(ROOT)})
+        log = (cluster.image / f"pod-{index}.log").open("w")
+        started.append(node.start(words, cwd=cluster.image, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+    statuses = [process.wait(180.0) for process in started]
+    assert statuses == [0, 0], "".join(path.read_text() for path in cluster.image.glob("pod-*.log"))
+    check(cluster, "torchrun", fingerprint)
+    assert cluster.result("torchrun")["ranks"] == 4

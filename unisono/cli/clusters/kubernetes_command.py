@@ -65,7 +65,7 @@ def kubernetes(
         )
     if problems:
         raise SettingsError.of(problems)
-    inside = replace(request, run_dir=Path(run_dir), autoresume=True)
+    inside = replace(request, run_dir=Path(run_dir), autoresume=True, json=False)
     plan = PodPlan(
         name=name,
         image=pods.image,

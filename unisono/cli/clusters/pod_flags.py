@@ -133,6 +133,9 @@ class PodFlags:
             if value < least:
                 do = str(line.without(flag))
                 found.append(Problem(f"{flag} {value} is out of range.", f"The least is {least}.", do))
+        if ranks < 1:
+            fact, do = "A run needs at least one process.", str(line.flag("--ranks", "1"))
+            found.append(Problem(f"--ranks {ranks} is out of range.", fact, do))
         if found:
             return found
         each, gpus = self.in_each, self.gpus_per_pod
@@ -140,7 +143,7 @@ class PodFlags:
             fact = f"{plural(each, 'process', 'processes')} cannot share {plural(gpus, 'GPU', 'GPUs')} evenly."
             do = str(line.flag("--ranks-per-pod", str(gpus)))
             found.append(Problem(f"--ranks-per-pod {each} does not match --gpus-per-pod {gpus}.", fact, do))
-        if ranks >= 1 and ranks % each:
+        if ranks % each:
             fact = f"Each pod has {plural(each, 'process', 'processes')}."
             do = str(line.flag("--ranks", str((ranks // each + 1) * each)))
             found.append(Problem(f"--ranks {ranks} does not fill its pods.", fact, do))

@@ -97,7 +97,7 @@ def _job_spec(plan: PodPlan, selector: Fields, *, in_job_set: bool) -> Fields:
     refused = {"containerName": "train", "operator": "In", "values": [WRONG_REQUEST]}
     rules: list[dict[str, Any]] = [
         {"action": "FailJob", "onExitCodes": refused},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "Ignore", "onExitCodes": stopped},
     ]
     return {
@@ -114,7 +114,7 @@ def _job_spec(plan: PodPlan, selector: Fields, *, in_job_set: bool) -> Fields:
 
 
 def _job_set(plan: PodPlan, job: Fields) -> Fields:
-    refused = {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    refused = {"name": "wrong-request", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": plan.name, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": JOB_SET_RESTARTS, "rules": [refused]},
