@@ -66,8 +66,6 @@ def test_a_host_sends_what_one_process_would_send(tmp_path: Path, count: int, pr
     sent = {each["host"]: each["bytes"] for each in files}
     bound = 2 * GRADIENT * (count - 1) / count
     mean = sum(sent.values()) / count
-    print(
-        f"\n{count} x {processes}: {mean / 1e6:.1f} MB a host and step, {mean / bound:.3f} of the bound"
-    )
+    print(f"\n{count} x {processes}: {mean / 1e6:.1f} MB a host and step, {mean / bound:.3f} of the bound")
     assert len(sent) == count
     assert 0.98 * bound <= mean <= 1.05 * bound

@@ -15,6 +15,7 @@ from pathlib import Path
 from cyclopts import App, Group, Parameter
 
 import unisono
+from unisono.cli.clusters.kubernetes_command import kubernetes
 from unisono.cli.clusters.slurm_command import slurm
 from unisono.cli.commands.audit import audit
 from unisono.cli.commands.bench import bench
@@ -45,6 +46,7 @@ Examples:
   unisono run train.py --set steps=500  train your own script
   unisono run train.py --resume         continue its newest run
   unisono slurm train.py --nodes 2      write a batch script for Slurm
+  unisono kubernetes train.py --image I write manifests for a cluster
   unisono copy text train.py            copy a recipe, to change it
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
@@ -82,6 +84,11 @@ SLURM = """\
 COPY = """\
   unisono copy text                      to text.py in the working directory
   unisono copy text train.py
+"""
+KUBERNETES = """\
+  unisono kubernetes train.py --ranks 16 --image IMAGE --claim runs | kubectl apply -f -
+  unisono kubernetes text --ranks 4 --image IMAGE --volume-size 10Gi --output text.yaml
+  unisono kubernetes train.py --ranks 32 --gpus-per-pod 8 --image IMAGE --claim runs --job-set
 """
 CHECK = """\
   unisono check train.py
@@ -146,6 +153,7 @@ TRAIN, VERIFY, INSPECT = (Group(name, sort_key=i) for i, name in enumerate(("Tra
 VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (run, TRAIN, RUN),
     (slurm, TRAIN, SLURM),
+    (kubernetes, TRAIN, KUBERNETES),
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (check, VERIFY, CHECK),
@@ -227,10 +235,13 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, check, prove, audit, doctor):
+    if command in (run, slurm, kubernetes, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
-        facts = "Only `unisono run`, `slurm`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+        facts = (
+            "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a "
+            "script."
+        )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0
 

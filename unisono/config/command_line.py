@@ -9,6 +9,8 @@ from itertools import pairwise
 
 VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks", "--ranks-per-device"),
+    *("--image", "--name", "--namespace", "--ranks-per-pod", "--gpus-per-pod", "--gpu-resource", "--cpus", "--memory"),
+    *("--claim", "--volume-size", "--storage-class", "--queue", "--topology", "--grace", "--retries"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
     *("--nodes", "--ranks-per-node", "--time", "--signal", "--array", "--gpus-per-node", "--cpus-per-task"),
     *("--partition", "--account", "--sbatch", "--write"),

@@ -83,7 +83,7 @@ def run(
         specs = [builder.build(number, number) for number in range(ranks)]
         outcome = supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
         if cluster is not None:
-            cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.exit_status
+            cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.final_status
         return outcome
 
 

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
 from unisono.config.wording import plural
+from unisono.environment import status_of_stop
 from unisono.launcher.elastic_policy import ElasticLauncher
 from unisono.launcher.failure_record import clean_end_at, hands_off_shards, read
 from unisono.launcher.rank_log import append_failure
@@ -79,6 +80,11 @@ class RunOutcome(NamedTuple):
     stopped: bool = False
     early: bool = False
     in_line: bool = False
+
+    @property
+    def final_status(self) -> int:
+        """The exit status of the command: an engine may need to know that a run was stopped, and is not complete."""
+        return self.exit_status or (status_of_stop() if self.stopped else 0)
 
 
 def supervise(

@@ -27,6 +27,7 @@ from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.request.target import script_of
 from unisono.cli.start.autoresume import resumed_request
 from unisono.cli.start.closing_report import leave_report
+from unisono.cli.start.sigterm import ended_by_sigterm
 from unisono.config import CommandLine, plural
 from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
@@ -83,7 +84,8 @@ def run(
         raise SettingsError(error, "At least one process uses an accelerator.", str(line.without("--ranks-per-device")))
     count = sizes.usual
     if several.is_agent:
-        return several.serve()
+        with ended_by_sigterm():
+            return several.serve()
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
     sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
@@ -92,7 +94,7 @@ def run(
     is_new = request.run_dir is None or not request.run_dir.exists()
     run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
     started = time.time()
-    with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
+    with ended_by_sigterm(), lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
         before = _start_mark(run_dir)
         request_typed, where = replace(request, typed=str(line)), several.places(count)
         outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
@@ -101,7 +103,7 @@ def run(
     if request.json:
         in_line = outcome.in_line and not _stopped_late(outcome)
         print("\n" * in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
-    return outcome.exit_status
+    return outcome.final_status
 
 
 def _explain_end(

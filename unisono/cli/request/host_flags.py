@@ -55,10 +55,10 @@ class HostFlags:
     def in_job(self, ranks: str) -> HostFlags:
         """Return the flags, with the nodes of the job that an engine has started (SkyPilot, dstack, Kubernetes).
 
-        One process on each node needs no launcher: then the flags stay.
+        Without --ranks each node is one process, which needs no launcher: then the flags stay.
         """
         nodes = read_nodes()
-        if nodes is None or self.words or ranks in ("1", str(nodes.count)):
+        if nodes is None or self.words or ranks == "1":
             return self
         address = f"[{nodes.address}]" if ":" in nodes.address else nodes.address
         return replace(self, nodes=nodes.count, node=nodes.index, meet=f"{address}:{nodes.port}")

@@ -62,7 +62,9 @@ WHOLE = Parameter(converter=_whole)
 """A number of things. By default the parser rounds 1.5."""
 
 OPERANDS = {
-    **dict.fromkeys(["run", "slurm", "check", "prove"], ("the name of a recipe, or the path of a script", "text")),
+    **dict.fromkeys(
+        ["run", "slurm", "kubernetes", "check", "prove"], ("the name of a recipe, or the path of a script", "text")
+    ),
     "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
     "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),

@@ -18,6 +18,9 @@ from unisono.environment.nodes import Nodes, checked_nodes
 from unisono.environment.process_variables import variables
 from unisono.environment.rank_variables import RankVariables
 
+STOPPED_STATUS = 143
+"""Exit status of a run in a pod that a signal has stopped: 128 + SIGTERM. After 0 its index would count as complete."""
+
 INDEX, COUNT, ADDRESS = "JOB_COMPLETION_INDEX", "WORLD_SIZE", "MASTER_ADDR"
 
 
@@ -40,3 +43,11 @@ def read_nodes() -> Nodes | None:
         given.require(ADDRESS)
     address = given.text(ADDRESS)
     return checked_nodes(given, "kubernetes", count, given.number(INDEX), address, address)
+
+
+def status_of_stop() -> int:
+    """Return the exit status of a run that a signal has stopped: 0; in a pod of an Indexed Job STOPPED_STATUS.
+
+    Kubernetes then starts the pod again, and --autoresume continues the run.
+    """
+    return STOPPED_STATUS if variables((INDEX,)) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,14 @@ from unisono.launcher.worker_process import Handle, WorkerSpec
 class Connector(Protocol):
     """Connects to the agents of hosts."""
 
-    def connect(self, hosts: Mapping[int, ListedHost]) -> AbstractContextManager[Mapping[int, Link]]:
-        """Return a block with the connections to these hosts, by their number in the list."""
+    def connect(
+        self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
+    ) -> AbstractContextManager[Mapping[int, Link]]:
+        """Return a block with the connections to these hosts, by their number in the list.
+
+        Within the block, the connection of a host that was lost and comes back is passed to `on_return`, from any
+        thread.
+        """
 
 
 class SshConnector:
@@ -40,7 +47,9 @@ class SshConnector:
         self._ssh = ssh
 
     @contextmanager
-    def connect(self, hosts: Mapping[int, ListedHost]) -> Iterator[Mapping[int, Link]]:
+    def connect(
+        self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
+    ) -> Iterator[Mapping[int, Link]]:
         yield {n: SshLink(agent_command(host.name, os.getcwd(), ssh=self._ssh)) for n, host in hosts.items()}
 
 
@@ -70,6 +79,8 @@ class Cluster:
         self.listed, self._connector, self._say = listed, connector, say
         self.status = 1
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
+        self._lost: list[RemoteHost] = []  # those that came back
+        self._changing, self._is_closed = threading.Lock(), False
         self._facts: dict[int, Mapping[str, Any]] = {}
         slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
         self._taken = dict(enumerate(slots[:ranks]))  # by the number of the process
@@ -90,9 +101,11 @@ class Cluster:
             here = [number for number, host in enumerate(self.listed) if host.is_here]
             self._facts = {number: {**facts_of(**about), "reached_at": None} for number in here}
             others = {number: host for number, host in enumerate(self.listed) if not host.is_here}
-            for number, link in stack.enter_context(self._connector.connect(others)).items():
+            on_return = partial(self._take_back, rendezvous, about)
+            links = stack.enter_context(self._connector.connect(others, on_return))
+            stack.callback(self._close)
+            for number, link in links.items():
                 remote = self._remote[number] = RemoteHost(self.listed[number].name, link, rendezvous, self._say)
-                stack.callback(self._close, remote)
                 remote.open(**about)
             problems = self._compare(facts_of(**about))
             if problems:
@@ -100,8 +113,31 @@ class Cluster:
             self._say(f"hosts: {self}")
             yield
 
-    def _close(self, host: RemoteHost) -> None:
-        host.close(self.status)
+    def _close(self) -> None:
+        with self._changing:
+            self._is_closed = True
+            for host in (*self._remote.values(), *self._lost):
+                host.close(self.status)
+
+    def _take_back(self, rendezvous: Path, about: Mapping[str, str], number: int, link: Link) -> None:
+        """Use a host again that was lost, for processes that replace others. It may differ now: then it ends."""
+        name = self.listed[number].name
+        host = RemoteHost(name, link, rendezvous, self._say)
+        host.open(**about)
+        facts = host.wait_for_facts(CONNECT_SECONDS)
+        problems = differences(name, facts, facts_of(**about)) if facts is not None else []
+        with self._changing:
+            if facts is None or problems or self._is_closed:
+                self._say(
+                    "\n".join(str(problem) for problem in problems) or f"Host {name} came back, and is lost again."
+                )
+                host.close(self.status)
+                return
+            before = self._remote[number]
+            before.link.kill()  # it may not have been silent for long enough to count as lost
+            self._lost.append(before)
+            self._facts[number], self._remote[number] = facts, host
+        self._say(f"Host {name} is back.")
 
     def _compare(self, here: Mapping[str, Any]) -> list[Problem]:
         with ThreadPoolExecutor(max(1, len(self._remote))) as pool:

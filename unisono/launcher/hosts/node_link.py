@@ -3,7 +3,8 @@
     host a   unisono run train.py --ranks 8 --nodes 2 --node 0 --meet a:29500      the launcher of all processes
     host b   unisono run train.py --ranks 8 --nodes 2 --node 1 --meet a:29500      an agent (host_agent.py)
 
-Each side restarts with the run: after a restart the agents connect again.
+Each side restarts with the run: after a restart the agents connect again. The port stays open during the run: an agent
+that was lost may start again, and its node then has place for processes that replace others.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import errno
 import os
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from unisono.errors import SettingsError
+from unisono.errors import SettingsError, UnreachableHostError
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
 from unisono.launcher.hosts.host_list import ListedHost
@@ -64,6 +66,11 @@ class SocketLink:
         self._socket = connection
         self.reader = self.writer = connection.fileno()
 
+    def say_alive(self) -> None:
+        """Send a sign of life to an agent that waits for the start. An error is noticed later."""
+        with contextlib.suppress(OSError):
+            MessageStream(self.reader, self.writer).send(alive=True)
+
     def failure(self) -> tuple[str, str]:
         return "The connection has ended.", "look at the output of the command there"
 
@@ -87,11 +94,14 @@ class NodeConnector:
         self._at, self._say = at, say
 
     @contextmanager
-    def connect(self, hosts: Mapping[int, ListedHost]) -> Iterator[Mapping[int, Link]]:
-        """Yield the connections to these nodes, by their number.
+    def connect(
+        self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
+    ) -> Iterator[Mapping[int, Link]]:
+        """Yield the connections to these nodes, by their number. A node that connects later is passed to `on_return`.
 
         Raises:
-            SettingsError: the port cannot be opened, or a node does not connect in time.
+            SettingsError: the port cannot be opened.
+            UnreachableHostError: a node does not connect in time.
         """
         links: dict[int, SocketLink] = {}
         began = time.monotonic()
@@ -104,18 +114,27 @@ class NodeConnector:
                 if waited > MEET_SECONDS:
                     fact = f"At {self._at} it has not connected within {MEET_SECONDS:g} s."
                     do = f"start the same command there with --node {missing[0]}, and look at its output"
-                    raise SettingsError(f"Cannot start without {names}.", fact, do)
+                    raise UnreachableHostError(f"Cannot start without {names}.", fact, do)
                 if waited > WARN_SECONDS and not warned:
                     warned = True
                     self._say(f"waiting for {names} at {self._at}: has the command been started there?")
-                with contextlib.suppress(TimeoutError):
-                    connection, _ = listener.accept()
-                    number = _hello_of(connection)
-                    if number in hosts and number not in links:
-                        links[number] = SocketLink(connection)
-                    else:
-                        connection.close()
-            yield links
+                for link in links.values():
+                    link.say_alive()
+                if (found := _next_node(listener)) is not None:
+                    number, link = found
+                    stale = links.pop(number, None) if number in hosts else link  # it has started again
+                    if number in hosts:
+                        links[number] = link
+                    if stale is not None:
+                        stale.close()
+            ended = threading.Event()
+            waiter = threading.Thread(target=_wait_for_returns, args=(listener, hosts, on_return, ended), daemon=True)
+            waiter.start()
+            try:
+                yield links
+            finally:
+                ended.set()
+                waiter.join()
 
     def _listen(self) -> socket.socket:
         error = f"Node 0 cannot wait for the others at {self._at}."
@@ -129,6 +148,31 @@ class NodeConnector:
             do = "--meet ADDRESS:PORT, with an address of node 0 and a free port"
             raise SettingsError(error, f"{failure.strerror or failure}.", do) from None
         return listener
+
+
+def _next_node(listener: socket.socket) -> tuple[int, SocketLink] | None:
+    """Return the number and the connection of the next node; None if none comes within the listener's time limit."""
+    try:
+        connection, _ = listener.accept()
+    except TimeoutError:
+        return None
+    connection.settimeout(None)
+    return _hello_of(connection), SocketLink(connection)
+
+
+def _wait_for_returns(
+    listener: socket.socket,
+    hosts: Collection[int],
+    on_return: Callable[[int, Link], None],
+    ended: threading.Event,
+) -> None:
+    """Pass nodes that connect again to `on_return`, until the run has ended."""
+    while not ended.is_set():
+        found = _next_node(listener)
+        if found is not None and found[0] in hosts and not ended.is_set():
+            on_return(*found)
+        elif found is not None:
+            found[1].close()
 
 
 def _hello_of(connection: socket.socket) -> int:
@@ -148,7 +192,7 @@ def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int
     """Serve the launcher at the meeting point as node `number`. Return the exit status of the run.
 
     Raises:
-        SettingsError: it cannot be reached in time.
+        UnreachableHostError: it cannot be reached in time.
     """
     while True:
         connection = _reach(number, at, say)
@@ -179,7 +223,7 @@ def _reach(number: int, at: MeetingPoint, say: Callable[[str], None]) -> socket.
             warned = True
             say(f"node {number} tries to reach {at}: {reason}")
         time.sleep(RETRY_SECONDS)
-    raise SettingsError(
+    raise UnreachableHostError(
         f"Node {number} cannot reach {at}, within {MEET_SECONDS:g} s.",
         f"The last attempt ended with: {reason}.",
         "start node 0, check the address with which it is reached from here, and let its firewall accept the port",
