@@ -207,8 +207,8 @@ CHECK = "unisono check train.py --json"
         (
             "run train.py --backend nccl",
             "There is no flag --backend.",
-            "The device decides: NCCL for NVIDIA GPUs, gloo for the CPU. --set backend=NAME chooses one.",
-            f"{RUN} --json (without it)",
+            "backend is a setting; settings are given with --set.",
+            f"{RUN} --set backend=nccl --json",
         ),
         (
             "run train.py --max-restarts 3",
@@ -326,8 +326,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, copy, bench, check, prove, audit, replay, report, watch, top, doctor, logs, "
-            "fingerprint, profile, export.",
+            "The commands are run, slurm, kubernetes, copy, bench, check, prove, audit, replay, report, watch, top, "
+            "doctor, logs, fingerprint, profile, export.",
             "unisono --help",
         ),
     ],
@@ -397,5 +397,5 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
-    message = "Only `unisono run`, `slurm`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+    message = "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
     assert message in capsys.readouterr().err

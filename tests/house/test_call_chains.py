@@ -26,7 +26,7 @@ MOST = {
     "step.backward to torch": 1,
     "step.backward to a collective": 3,
     "the end of the inner loop to a collective": 5,
-    "the end of the inner loop to the whole sum": 4,
+    "the end of the inner loop to the whole sum": 6,
     "the next micro-batch to the data set": 4,
     "run.evaluate to the model": 4,
     "the end of a step to the checkpoint writer": 4,

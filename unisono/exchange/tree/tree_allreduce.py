@@ -210,6 +210,11 @@ class TreeAllReduce:
                 if bucket == 0 and self.divisor is None:
                     self.row[slice(*self.plan.spans[self.rank])].copy_(self.weights())
                 self._advance(bucket)
+                ready, partial_sums, *_ = self._buckets[bucket]
+                self._announced.append(ready.wrap([start() for start in ready.starts]))
+                if partial_sums is not None and self.lags is ALONE:
+                    self._fill_weights(bucket)
+                    self._forwarded.append(partial_sums.wrap([start() for start in partial_sums.starts]))
         except (RuntimeError, ConnectionError) as error:
             if self.group.monitor is None:
                 raise
@@ -237,37 +242,29 @@ class TreeAllReduce:
         return is_finite
 
     def _advance(self, bucket: int) -> None:
-        """Announce a bucket, and let the buckets before it reach their next stages. All processes do this in one order.
+        """Let the buckets before this one reach their next stages. All processes do this in one order.
 
         After the last bucket, call it with the numbers that would follow.
         """
-        end = len(self._buckets)
-        if 0 <= bucket - self.lags.spread < end:
-            self._reach_spread(bucket - self.lags.spread)
-        if 0 <= bucket - self.lags.add_up < end:
-            self._reach_sum(bucket - self.lags.add_up)
-        if bucket < end:
-            self._announced.append(_start(self._buckets[bucket].ready))
-        if 0 <= bucket - self.lags.forward < end:
-            self._reach_forward(bucket - self.lags.forward)
+        for lag, reach in zip(self.lags, (self._forward, self._add_up, self._spread_totals), strict=True):
+            if 0 <= bucket - lag < len(self._announced):
+                reach(bucket - lag)
 
-    def _reach_forward(self, bucket: int) -> None:
-        if len(self._forwarded) > bucket:
-            return
+    def _fill_weights(self, bucket: int) -> None:
+        """Gather the weights of this host, which leave with the first bucket."""
+        if bucket == 0 and self.divisor is None:
+            spans = [self.plan.spans[rank] for rank in self.routes.local]
+            torch.cat([self.row[slice(*span)] for span in spans], out=self._weights_on[self.routes.host])
+
+    def _forward(self, bucket: int) -> None:
         wait_for(self._announced[bucket])
-        if bucket == 0:
-            if self.memory.neighbors:
-                self.memory.open()
-            if self.divisor is None:
-                spans = [self.plan.spans[rank] for rank in self.routes.local]
-                torch.cat([self.row[slice(*span)] for span in spans], out=self._weights_on[self.routes.host])
+        if bucket == 0 and self.memory.neighbors:
+            self.memory.open()
+        self._fill_weights(bucket)
         messages = self._buckets[bucket].partial_sums or self._prepare_partial_sums(bucket)
-        self._forwarded.append(_start(messages))
+        self._forwarded.append(messages.wrap([start() for start in messages.starts]))
 
-    def _reach_sum(self, bucket: int) -> None:
-        if len(self._added_up) > bucket:
-            return
-        self._reach_forward(bucket)
+    def _add_up(self, bucket: int) -> None:
         wait_for(self._forwarded[bucket])
         if bucket == 0 and not self.memory.neighbors:
             self.memory.open()
@@ -278,12 +275,12 @@ class TreeAllReduce:
             terms += parts
         ranks = (self.rank, *self.memory.neighbors)
         self._reduce_in_order(terms, self.divisor, [self.memory.total(rank, bucket, self.rank) for rank in ranks])
-        self._added_up.append(_start(self._buckets[bucket].totals))
+        totals = self._buckets[bucket].totals
+        self._added_up.append(totals.wrap([start() for start in totals.starts]))
 
-    def _reach_spread(self, bucket: int) -> None:
+    def _spread_totals(self, bucket: int) -> None:
         if not self.memory.neighbors:
             return
-        self._reach_sum(bucket)
         if self.routes.forwarded:
             wait_for(self._added_up[bucket])
             self._added_up[bucket] = []  # to wait twice for a message of gloo would be to wait for the next one
@@ -291,7 +288,8 @@ class TreeAllReduce:
             total = self.memory.total(self.rank, bucket, chunk)
             for rank in self.memory.neighbors:
                 self.memory.total(rank, bucket, chunk).copy_(total)
-        self._spread.append(_start(self._buckets[bucket].done))
+        done = self._buckets[bucket].done
+        self._spread.append(done.wrap([start() for start in done.starts]))
 
     def _total_weight(self) -> torch.Tensor:
         """Return the sum of the weights of all virtual ranks, in their order."""
@@ -320,10 +318,6 @@ class TreeAllReduce:
             self._block_is_finite.append(is_finite)
             for other in others:
                 other.copy_(result)
-
-
-def _start(messages: PreparedMessages) -> list[Work]:
-    return messages.wrap([start() for start in messages.starts])
 
 
 def _add_in_order(terms: Sequence[torch.Tensor], pairs: Pairs) -> None:
