@@ -397,5 +397,7 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert main(["run", "train.py", "--ranks", "2", "more", "words"]) == 2
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
-    message = "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+    message = (
+        "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+    )
     assert message in capsys.readouterr().err

@@ -90,6 +90,11 @@ class Survey(NamedTuple):
     links: Sequence[SurveyedLink]
 
 
+def _refuse(number: int, link: Link) -> None:
+    """End the connection of a host that was lost and comes back: the survey has gone past it."""
+    link.kill()
+
+
 def examine_hosts(listed: Sequence[ListedHost], connector: Connector, script: Path | None, run_dir: Path) -> Survey:
     """Examine the hosts of a list.
 
@@ -102,7 +107,7 @@ def examine_hosts(listed: Sequence[ListedHost], connector: Connector, script: Pa
     with ExitStack() as stack:
         about = stack.enter_context(marked(script, run_dir))
         others = {number: host for number, host in enumerate(listed) if not host.is_here}
-        links: dict[int, Link] = dict(stack.enter_context(connector.connect(others)))
+        links: dict[int, Link] = dict(stack.enter_context(connector.connect(others, _refuse)))
         for number, host in enumerate(listed):
             if host.is_here:
                 links[number] = SshLink([sys.executable, "-u", "-P", "-m", AGENT])
