@@ -242,7 +242,7 @@ def test_a_script_may_change_its_working_directory(command: Command, starter: st
     assert "run          out\n" in ended.out
     out = command.folder / "out"
     ranks = 1 if starter == "python" else 2
-    assert sorted(path.name for path in (out / "timeline").iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"][:ranks]
+    assert sorted(path.name for path in (out / "timeline").glob("rank-*")) == ["rank-0.jsonl", "rank-1.jsonl"][:ranks]
     assert "batch = 5 " in (out / "settings.toml").read_text()
     assert "# some.toml" in (out / "settings.toml").read_text()
     ended = command.end(command.start_python(*start, "--set", "steps=5", "--resume"))
