@@ -33,7 +33,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 POLL_SECONDS = 0.5
@@ -53,6 +53,7 @@ class Connection:
         ready: the message with which it reported that it is ready for a new group.
         active_at: the time of its last message.
         wait: a pending wait: for these keys, in this generation, until this time.
+        received: for each prefix in `addresses`, how many of its keys have been sent with the answers to waits.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -63,6 +64,7 @@ class Connection:
         self.ready: dict[str, Any] | None = None
         self.active_at = time.monotonic()
         self.wait: tuple[list[str], int, float] | None = None
+        self.received: dict[str, int] = {}
         self._rest = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
@@ -102,6 +104,10 @@ class RendezvousServer:
         self.generation = 0
         self.lost: list[int] = []  # since the current generation began
         self.values: dict[str, str] = {}
+        self.addresses: dict[str, list[str]] = {}
+        """gloo's keys GROUP//DEVICE//NUMBER/RANK, by what stands before the rank, in the order in which they were set.
+        Each has the address of a process, and does not change."""
+        self.waiting: set[Connection] = set()
         self.connections: dict[socket.socket, Connection] = {}
         self.members: dict[int, Connection] = {}
         self.leaving: list[Connection] = []  # processes that are done and wait for the others
@@ -151,6 +157,7 @@ class RendezvousServer:
         """Close a connection. If it represented the life of a member, notify all others of the loss."""
         if self.connections.pop(connection.socket, None) is None:
             return
+        self.waiting.discard(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         number = connection.number
@@ -265,6 +272,9 @@ class RendezvousServer:
     def _serve_keys(self, connection: Connection, request: dict[str, Any]) -> None:
         op, values = request["op"], self.values
         if op == "set":
+            prefix, _, number = request["key"].rpartition("/")
+            if number.isdecimal() and prefix.count("//") > 1 and request["key"] not in values:
+                self.addresses.setdefault(prefix, []).append(request["key"])
             values[request["key"]] = request["value"]
             connection.send(value=None)
             self._poll_waits()
@@ -288,22 +298,39 @@ class RendezvousServer:
             connection.send(value=all(key in values for key in request["keys"]))
         elif op == "wait":
             connection.wait = request["keys"], request["generation"], time.monotonic() + request["seconds"]
-            self._poll_waits()
+            self._poll_wait(connection)
 
     def _poll_waits(self) -> None:
-        for connection in list(self.connections.values()):
-            if connection.wait is None:
-                continue
-            keys, generation, deadline = connection.wait
-            if all(key in self.values for key in keys):
-                connection.wait = None
-                connection.send(value=True)
-            elif generation < self.generation or (self.lost and generation == self.generation):
-                connection.wait = None
-                connection.send(value=False)  # the process that would set it has left the generation, or is lost
-            elif time.monotonic() > deadline:
-                connection.wait = None
-                connection.send(value=None)
+        for connection in list(self.waiting):
+            self._poll_wait(connection)
+
+    def _poll_wait(self, connection: Connection) -> None:
+        """Answer a wait if it has ended: with values, with False if it is in vain, with None after its time limit."""
+        assert connection.wait is not None
+        keys, generation, deadline = connection.wait
+        if all(key in self.values for key in keys):
+            connection.send(value={key: self.values[key] for key in [*self._beside(connection, keys), *keys]})
+        elif generation < self.generation or (self.lost and generation == self.generation):
+            connection.send(value=False)  # the process that would set it has left the generation, or is lost
+        elif time.monotonic() > deadline:
+            connection.send(value=None)
+        else:
+            self.waiting.add(connection)
+            return
+        connection.wait = None
+        self.waiting.discard(connection)
+
+    def _beside(self, connection: Connection, keys: Sequence[str]) -> list[str]:
+        """Return gloo's keys beside `keys` that were set since the last answer to this connection.
+
+        gloo asks for the addresses of all peers, one at a time.
+        """
+        found: list[str] = []
+        for prefix in {key.rpartition("/")[0] for key in keys} & self.addresses.keys():
+            beside = self.addresses[prefix]
+            found += [key for key in beside[connection.received.get(prefix, 0) :] if key in self.values]
+            connection.received[prefix] = len(beside)
+        return found
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 torch accepts any subclass of its store
 (https://docs.pytorch.org/docs/2.13/distributed.html#torch.distributed.Store). A wait for a key fails if the process
 that would set it is lost.
+
+gloo asks for the address of each peer, one after the other: "0//cpu//0/0", "0//cpu//0/1", and so on. So the server
+answers a wait with the addresses of all peers that are known by then, and this client keeps them. W processes then
+connect with O(W) requests instead of O(W^2).
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ class RendezvousStore(dist.Store):
 
     Attributes:
         generation: the generation of the group that this process forms or is in. A wait ends when the server's differs.
-        requests: number of requests so far.
+        calls: number of calls by torch so far. While it grows, connecting continues.
+        requests: number of requests to the server so far.
         waits_for_peer: whether the current request waits for a key that a peer sets.
     """
 
@@ -32,7 +37,8 @@ class RendezvousStore(dist.Store):
         super().__init__()
         self.generation = 0
         self._timeout = timeout
-        self.requests, self.waits_for_peer = 0, False
+        self.calls, self.requests, self.waits_for_peer = 0, 0, False
+        self._values: dict[str, str] = {}  # received with others, each until it is read
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect(path)
         self._rest = b""
@@ -40,7 +46,8 @@ class RendezvousStore(dist.Store):
 
     def _request(self, op: str, **arguments: Any) -> Any:
         with self._lock:
-            self.requests += op != "check"  # NCCL's own thread sends it once a second
+            new = op != "check"  # NCCL's own thread sends it once a second
+            self.calls, self.requests = self.calls + new, self.requests + new
             self.waits_for_peer = op == "wait"
             self._connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
             while b"\n" not in self._rest:
@@ -63,7 +70,7 @@ class RendezvousStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return str(self._request("get", key=key)).encode("latin-1")
+        return self._values.pop(key).encode("latin-1")
 
     def add(self, key: str, amount: int) -> int:
         return int(self._request("add", key=key, amount=amount))
@@ -72,10 +79,14 @@ class RendezvousStore(dist.Store):
         return str(self._request("compare_set", key=key, expected=expected, value=desired)).encode("latin-1")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        if all(key in self._values for key in keys):
+            self.calls += 1
+            return
         seconds = (timeout or self._timeout).total_seconds()
         found = self._request("wait", keys=list(keys), generation=self.generation, seconds=seconds)
         if not found:
             raise RuntimeError(LOST_PEER if found is False else f"Wait timeout: {seconds:g} s for {', '.join(keys)}")
+        self._values.update(found)
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._request("check", keys=list(keys)))
