@@ -416,7 +416,8 @@ class Step:
         ready = state.waiting if state.kept is None else self._ready_for(optimizers)
         for before in parts.hooks.before_update:
             before(state, ready)
-        if all(gradient.finite or not gradient.may_skip for gradient in ready):
+        overflows = [gradient for gradient in ready if gradient.may_skip and not gradient.finite]
+        if not overflows:
             for gradient in ready:
                 if found := gradient.find_not_finite():
                     raise self._not_finite(found)
