@@ -52,7 +52,10 @@ def stack_tensors(samples: list[Any]) -> list[torch.Tensor] | None:
     except (TypeError, ValueError):  # not all are tuples of this length
         return None
     batch = [torch.stack(column) for column in columns]
-    return batch if {type(tensor) for tensor in batch} <= {torch.Tensor} else None  # another column may have subclasses
+    for tensor in batch:
+        if type(tensor) is not torch.Tensor:  # a later sample has a subclass
+            return None
+    return batch
 
 
 def collate(samples: list[Any]) -> Any:

@@ -47,7 +47,8 @@ class FetchTask(NamedTuple):
     @property
     def key(self) -> int:
         """The key of its random numbers."""
-        return micro_batch_key(self.run_key, *self.place[:3])
+        step, virtual_rank, number, _ = self.place
+        return micro_batch_key(self.run_key, step, virtual_rank, number)
 
 
 class Schedule:

@@ -13,6 +13,8 @@ import torch
 _python: Any = cast(Any, random.seed).__self__  # the generator of the functions of `random`
 _seed_python = super(random.Random, _python).seed  # its part in C; the rest allows for other types of keys
 
+_seed_numpy = cast(Any, np.random.random_sample).__self__.seed  # np.random.seed allows for other bit generators first
+
 State = tuple[torch.Tensor, Any, Any]
 """The states of torch's, numpy's and Python's generator on the CPU; about 10 kB."""
 
@@ -30,7 +32,7 @@ def seed_everything(key: int, device: torch.device | None = None) -> None:
 
 def seed_others(key: int) -> None:
     """Seed numpy's and Python's global generators."""
-    np.random.seed(key & 0xFFFF_FFFF)
+    _seed_numpy(key & 0xFFFF_FFFF)
     _seed_python(key)
     _python.gauss_next = None
 

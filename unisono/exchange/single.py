@@ -22,8 +22,8 @@ class SingleProcess(Exchange):
     used: Sequence[bool] = ()
     touched = False  # micro-batches accumulate in the p.grad that the loop leaves, as in plain torch
 
-    _is_first = True
-    """Whether the step has had no micro-batch yet."""
+    _entered = 0
+    """The number of micro-batches in the step so far."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
         assert virtual_ranks == group.size == 1
@@ -38,29 +38,31 @@ class SingleProcess(Exchange):
         """Accept a communication hook, which has nothing to do."""
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
-        self._is_first = True
+        self._entered = 0
 
-    def leave(self) -> None:
-        """After the first micro-batch of a step, let no gradients share memory, to which torch would add twice."""
-        if not self._is_first:
-            return
-        self._is_first = False
-        if may_share_storage([p.grad for p in self.params if p.grad is not None]):
-            memory = GradientMemory()
-            for number, p in enumerate(self.params):
-                if p.grad is not None:
-                    p.grad = memory.claim(number, p.grad)
+    def enter(self, virtual_rank: int, *, last: bool) -> None:
+        if self._entered == 1:  # the first micro-batch made the gradients, to which this one is the first to add
+            self._separate()
+        self._entered += 1
+
+    def _separate(self) -> list[torch.Tensor]:
+        """Let no gradients share memory, to which torch would write twice. Return the gradients."""
+        grads = [grad for p in self.params if (grad := p.grad) is not None]
+        if not may_share_storage(grads):
+            return grads
+        memory = GradientMemory()
+        for number, p in enumerate(self.params):
+            if p.grad is not None:
+                p.grad = memory.claim(number, p.grad)
+                self._fast &= not p.grad.is_sparse
+        return [grad for p in self.params if (grad := p.grad) is not None]
 
     @property
     def sent(self) -> float:
         return 0.0
 
     def finish(self, weight: float) -> bool:
-        grads = []
-        for p in self.params:
-            if (grad := p.grad) is not None:
-                grads.append(grad)
-                self._fast &= not grad.is_sparse
+        grads = self._separate()
         inverse = 1.0 / weight if math.frexp(weight)[0] == 0.5 else 1.0  # a power of two: its inverse is exact
         if inverse * weight != 1.0 and grads:
             torch._foreach_div_(grads, weight)

@@ -85,7 +85,8 @@ class BatchOrder:
     def batch_bounds(self, step: int) -> tuple[int, int]:
         """Return the bounds [start, stop) of a step's global batch in the epoch's permutation."""
         start = step % self.steps_per_epoch * self.batch
-        return start, min(start + self.batch, self.length)
+        stop = start + self.batch
+        return start, stop if stop < self.length else self.length
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples in a step's global batch: `batch`, or fewer at the end of an epoch."""

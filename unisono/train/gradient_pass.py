@@ -73,7 +73,7 @@ class GradientPass:
             self.exchange = ContextSum(self.exchange, self.leaves, mesh.context, mesh.data.rank)
         self.inputs = list(self.leaves) if only and not self.scattered else None
         self.finite, self.may_skip, self.seen = True, False, False
-        self._finite_check = FiniteCheck()
+        self._finite_check = FiniteCheck(params)
         self._token = torch.zeros(1, device=mesh.world.device)
 
     @property
@@ -165,13 +165,13 @@ class GradientPass:
             for layer in self.gathered:
                 layer.assign_gradients(ours)
                 layer.reshard()
-        self._finite_check.note(self.params)
+        self._finite_check.note()
 
     # -- the update
 
     def find_not_finite(self) -> str:
         """Describe the first parameter whose gradient is not finite, the same on all processes; "" if there is none."""
-        return self._finite_check.find(self.params, self.names, self.mesh.world, was_finite=self.finite)
+        return self._finite_check.find(self.names, self.mesh.world, was_finite=self.finite)
 
     def zero(self) -> None:
         """Release the gradient, after the optimizers have stepped."""

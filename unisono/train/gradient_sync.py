@@ -228,7 +228,7 @@ class GradientSync:
             gathered, step.gathered = step.gathered, None
             self.models.settle_growth(gathered)
         self._seed_update(step)
-        step.sums = {**step.sums, **step.totals.sums}
+        step.sums = {**step.sums, **step.totals.sums} if step.passes else step.totals.sums
 
     def clip(self, params: Sequence[torch.nn.Parameter], limit: float | None) -> float:
         """Return the 2-norm of the gradient of these parameters, and clip it to `limit`, if there is one.

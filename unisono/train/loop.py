@@ -108,7 +108,8 @@ class SyncLoop:
             before(state)
         phases.begin_step(state.number)
         progress.step = state
-        progress.requests |= {"leave": progress.leaving, "unsaved": context.state.saver.failed}
+        progress.requests["leave"] = progress.leaving
+        progress.requests["unsaved"] = context.state.saver.failed
         parts.source.seed_step(state.number)
         try:
             yield Step(state, parts)

@@ -16,13 +16,13 @@ from unisono.plan.batch_order import MicroBatchId
 from unisono.train.batches.batch_source import Batches
 from unisono.train.collective import PEER_ERRORS, Recovery, Rounds
 from unisono.train.evaluation.model_call import Forward, LossCall, call, parts
-from unisono.train.extensions import UNWATCHED, Hooks
+from unisono.train.extensions import Hooks
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.gradient_sync import Synchronizer
 from unisono.train.guarantees.loop_checks import LoopChecks
 from unisono.train.guarantees.user_errors import check_loss, explain_step_error
 from unisono.train.modules.models import Models
-from unisono.train.optimization.sharded_step import on_local_shards
+from unisono.train.optimization.sharded_step import step_optimizer
 from unisono.train.step_state import StepState
 from unisono.train.step_sync import LOSS, StepSync
 
@@ -201,7 +201,7 @@ class Step:
             step_sync.broadcast(pipeline.line.group)
         models.buffers.note_changes()
         self._end_rounds(gradient)
-        with self._peer_errors():
+        with wrap_peer_errors(f"Step {state.number}'s exchange"):
             self._parts.sync.synchronize(state, gradient)
         self._complete(gradient)
 
@@ -250,8 +250,11 @@ class Step:
                         done(state, place)
                 self._end_rounds(gradient)
                 try:
-                    with self._peer_errors():
+                    if sync.group.size == 1:
                         sync.synchronize(state, gradient)
+                    else:
+                        with wrap_peer_errors(f"Step {state.number}'s exchange"):
+                            sync.synchronize(state, gradient)
                     rounds = None
                 except PEER_ERRORS as lost:
                     rounds = recovery.resume_step(state, gradient, lost)
@@ -266,11 +269,6 @@ class Step:
         except GeneratorExit:
             state.stage = "broken"
             raise
-
-    def _peer_errors(self) -> AbstractContextManager[None]:
-        if self._parts.sync.group.size == 1:
-            return UNWATCHED
-        return wrap_peer_errors(f"Step {self._state.number}'s exchange")
 
     def _end_rounds(self, gradient: GradientPass) -> None:
         """End the inner loop: the processes are about to exchange their gradients."""
@@ -418,7 +416,8 @@ class Step:
         ready = state.waiting if state.kept is None else self._ready_for(optimizers)
         for before in parts.hooks.before_update:
             before(state, ready)
-        if all(gradient.finite or not gradient.may_skip for gradient in ready):
+        overflows = [gradient for gradient in ready if gradient.may_skip and not gradient.finite]
+        if not overflows:
             for gradient in ready:
                 if found := gradient.find_not_finite():
                     raise self._not_finite(found)
@@ -449,26 +448,27 @@ class Step:
         return ready
 
     def _step(self, steppers: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        _, _, sync, checks, *_ = self._parts
+        parts = self._parts
         for optimizer in optimizers:
-            checks.register_optimizer(optimizer)
-            if sync.steps_optimizers:
+            parts.checks.register_optimizer(optimizer)
+            if parts.sync.steps_optimizers:
                 try:
-                    with self._stepping(optimizer), on_local_shards(optimizer):
-                        optimizer.step()
+                    if parts.hooks.stepping:
+                        with self._watched(optimizer):
+                            step_optimizer(optimizer)
+                    else:
+                        step_optimizer(optimizer)
                 except (RuntimeError, AssertionError) as error:  # NotImplementedError is a RuntimeError
                     explain_step_error(optimizer, error)
                     raise
         for schedule in steppers:
             if schedule not in optimizers:
-                checks.register_schedule(schedule)
-                if sync.steps_optimizers:
+                parts.checks.register_schedule(schedule)
+                if parts.sync.steps_optimizers:
                     schedule.step()
 
-    def _stepping(self, optimizer: Any) -> AbstractContextManager[Any]:
+    def _watched(self, optimizer: Any) -> AbstractContextManager[Any]:
         """Return a block that extensions observe, in which an optimizer steps."""
-        if not self._parts.hooks.stepping:
-            return UNWATCHED
         stack = ExitStack()
         for stepping in self._parts.hooks.stepping:
             stack.enter_context(stepping(optimizer))

@@ -115,10 +115,10 @@ class BatchSource:
             self._is_stolen = self.stealing.on and not self._is_fixed
         if self._is_stolen:
             everything = (0, self.order.virtual_ranks)
-            return Assignment((), everything, self.pieces(step.number, everything), is_stolen=True)
+            return Assignment((), everything, self.pieces(step, everything), is_stolen=True)
         spans = self.schedule.at(step.number)
         span = spans[self.slot.span]
-        return Assignment(spans, span, self.pieces(step.number, span))
+        return Assignment(spans, span, self.pieces(step, span))
 
     @property
     def is_stolen(self) -> bool:
@@ -154,7 +154,7 @@ class BatchSource:
         """Yield the micro-batches of virtual ranks that this process got because it was idle. None is known to be the
         last one."""
         number, spans = step.number, self.schedule.at(step.number)
-        pieces = self.pieces(number, (0, self.order.virtual_ranks))
+        pieces = self.pieces(step, (0, self.order.virtual_ranks))
         ahead = sum(pieces[v] for v in range(*spans[self.slot.span]))  # fetched ahead, or about to be
         for virtual_rank, at_home in self.stealing.virtual_ranks_of(number, spans, [v for v in pieces if pieces[v]]):
             for piece in range(pieces[virtual_rank]):
@@ -199,11 +199,12 @@ class BatchSource:
         """Return a micro-batch, out of turn."""
         return self.loader.fetch(place)[1]
 
-    def pieces(self, step: int, span: tuple[int, int]) -> dict[int, int]:
+    def pieces(self, step: StepState, span: tuple[int, int]) -> dict[int, int]:
         """Return the number of micro-batches of each virtual rank of a span: it follows from the size of the batch."""
-        known = self._pieces.get((size := self.order.batch_size(step), span))
+        known = self._pieces.get((step.samples, span))
         if known is None:
-            known = self._pieces[size, span] = {v: len(self.order.micro_bounds(step, v)) for v in range(*span)}
+            found = {v: len(self.order.micro_bounds(step.number, v)) for v in range(*span)}
+            known = self._pieces[step.samples, span] = found
         return known
 
     # -- other assignments

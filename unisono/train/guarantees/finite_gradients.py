@@ -7,7 +7,7 @@ from operator import is_
 
 import torch
 
-from unisono.distributed.process_group import PLAIN_TENSORS, ProcessGroup, to_local
+from unisono.distributed.process_group import ProcessGroup, is_dtensor, to_local
 from unisono.exchange.buckets import finite, versions_of
 
 
@@ -18,35 +18,37 @@ class FiniteCheck:
     again only if the loop has written to them since.
     """
 
-    def __init__(self) -> None:
-        self._grads: list[torch.Tensor | None] = []  # when they became whole
+    def __init__(self, params: Sequence[torch.nn.Parameter]) -> None:
+        self._params = params
+        self._is_divided = any(map(is_dtensor, params))
+        self._grads: list[torch.Tensor] = []  # when they became whole
         self._versions: list[int] = []  # of these
 
-    def note(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Note the gradients of these parameters, which have become whole."""
-        self._grads = [p.grad for p in params]
-        self._versions = _versions_of(self._grads)
+    def note(self) -> None:
+        """Note the gradients, which have become whole."""
+        self._grads = [grad for p in self._params if (grad := p.grad) is not None]
+        self._versions = self._versions_of(self._grads)
 
-    def find(
-        self, params: Sequence[torch.nn.Parameter], names: Mapping[int, str], group: ProcessGroup, *, was_finite: bool
-    ) -> str:
+    def find(self, names: Mapping[int, str], group: ProcessGroup, *, was_finite: bool) -> str:
         """Describe the first parameter whose gradient is not finite, the same on all processes; "": there is none.
 
         Args:
-            params: the parameters.
             names: of parameters, by id.
             group: all processes that hold a part of a gradient.
             was_finite: whether the whole gradients were finite, on all processes.
         """
         noted, self._grads = self._grads, []
-        grads = [p.grad for p in params]
+        grads = [grad for p in self._params if (grad := p.grad) is not None]
         untouched = len(noted) == len(grads) and all(map(is_, grads, noted))
-        if was_finite and untouched and _versions_of(grads) == self._versions:
+        if was_finite and untouched and self._versions_of(grads) == self._versions:
             return ""
-        found = next((_describe(p, names) for p in params if not _is_finite(p)), "")
+        found = next((_describe(p, names) for p in self._params if not _is_finite(p)), "")
         if not was_finite:  # all processes know that, but it may be in the part of another one
             found = next((other for other in group.all_gather_object(found) if other), "")
         return found
+
+    def _versions_of(self, grads: Sequence[torch.Tensor]) -> list[int]:
+        return versions_of(map(to_local, grads) if self._is_divided else grads)
 
 
 def _describe(p: torch.nn.Parameter, names: Mapping[int, str]) -> str:
@@ -54,11 +56,6 @@ def _describe(p: torch.nn.Parameter, names: Mapping[int, str]) -> str:
     assert p.grad is not None
     count = int((~torch.isfinite(to_local(p.grad).to_dense())).sum())
     return f"{names.get(id(p), 'A parameter')} of shape {tuple(p.shape)} is the first that has {count}"
-
-
-def _versions_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """Return the version counters of those gradients that are not None."""
-    return versions_of([g if type(g) in PLAIN_TENSORS else to_local(g) for g in grads if g is not None])
 
 
 def _is_finite(p: torch.nn.Parameter) -> bool:

@@ -111,6 +111,16 @@ def on_local_shards(optimizer: Any) -> AbstractContextManager[None]:
     return nullcontext() if way is None else _stepping(optimizer, way)
 
 
+def step_optimizer(optimizer: Any) -> None:
+    """Call `optimizer.step()`, on local shards or parameter by parameter if `prepare` has found that it must."""
+    way = _known.get(optimizer) if _known and isinstance(optimizer, torch.optim.Optimizer) else None
+    if way is None:
+        optimizer.step()
+    else:
+        with _stepping(optimizer, way):
+            optimizer.step()
+
+
 @contextmanager
 def _stepping(optimizer: Any, way: _Shards | _OneByOne) -> Iterator[None]:
     before = optimizer.register_step_pre_hook(lambda *_: way.enter(optimizer))

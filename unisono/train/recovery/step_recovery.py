@@ -197,7 +197,7 @@ class StepRecovery:
             gradient.commit()
             return None
         models, block = self.context.models, self.sync.block
-        pieces = self.source.pieces(step.number, block)
+        pieces = self.source.pieces(step, block)
         models.reshard()  # not earlier: a complete gradient needs the parameters gathered
         gradient.restart_exchange()
         all_in_step = all(each.in_step and each.completed == self._completed for each in reports)
@@ -206,7 +206,7 @@ class StepRecovery:
             spans: Spans = self.source.schedule.at(step.number)
             span = spans[self.source.slot.span]
             ours = list(range(*span))
-            self.sync.begin_exchange(gradient, Assignment(spans, span, self.source.pieces(step.number, span)))
+            self.sync.begin_exchange(gradient, Assignment(spans, span, self.source.pieces(step, span)))
         else:
             ours = assign_missing(pieces, [each.held for each in reports])[self.group.rank]
             self.sync.begin_exchange(gradient, Assignment((), block, pieces))
