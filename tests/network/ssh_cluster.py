@@ -19,6 +19,25 @@ from unisono.environment import inherited, variables
 SECONDS = 120.0
 
 
+def write_script(folder: Path) -> None:
+    """Write the script of tests/cli/test_training.py, as script.py."""
+    (folder / "script.py").write_text(
+        "import time\nimport unisono\nsay = lambda text: print(text, flush=True)\n" + SCRIPT
+    )
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """Return the content of result.json."""
+    found: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return found
+
+
+def step_is_done(run_dir: Path, step: int) -> bool:
+    """Return whether the timeline of rank 0 has this step."""
+    timeline = run_dir / "timeline" / "rank-0.jsonl"
+    return timeline.exists() and f'"step":{step},' in timeline.read_text()
+
+
 class Cluster:
     """A head and three hosts with ssh servers, which share a folder.
 
@@ -36,9 +55,7 @@ class Cluster:
         wrapper.parent.mkdir()
         wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.ssh.config} "$@"\n')
         wrapper.chmod(0o755)
-        (folder / "script.py").write_text(
-            "import time\nimport unisono\nsay = lambda text: print(text, flush=True)\n" + SCRIPT
-        )
+        write_script(folder)
 
     def start(self, *words: str, script: str = "script.py", host: Host | None = None) -> HostProcess:
         """Start `unisono run` in the head."""
@@ -58,13 +75,12 @@ class Cluster:
         return process.returncode, err
 
     def result(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / name / "result.json").read_text())
-        return found
+        return result_of(self.folder / name)
 
     def wait_for_step(self, name: str, step: int) -> None:
         """Wait until the timeline of rank 0 has this step."""
-        timeline, until = self.folder / name / "timeline" / "rank-0.jsonl", time.monotonic() + SECONDS
-        while not timeline.exists() or f'"step":{step},' not in timeline.read_text():
+        until = time.monotonic() + SECONDS
+        while not step_is_done(self.folder / name, step):
             assert time.monotonic() < until
             time.sleep(0.05)
 

@@ -51,6 +51,29 @@ def test_the_others_finish_without_a_host(cluster: Cluster, fingerprint: str, fa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reshard", ["step", "layer"])
+def test_a_replica_in_shards_continues_without_the_host_of_another(
+    cluster: Cluster, fingerprint: str, reshard: str
+) -> None:
+    """Ranks 0 and 1 share a replica on a, ranks 2 and 3 on b."""
+    name, host = f"shards-{reshard}", cluster.others["b"]
+    shards = ("--set", "parallel.shard=2", "--set", f"parallel.reshard={reshard}", "--set", "pause=0.3")
+    process = cluster.start("--hosts", "a:2,b:2", "--run-dir", name, *shards)
+    cluster.wait_for_step(name, 3)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        found = cluster.result(name)
+        assert (found["weights_sha256"], found["survival"]) == (fingerprint, "survivors")
+        assert {death["process"] for death in found["deaths"]} >= {2, 3}
+        assert "Restarting" not in err
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
+
+
+@pytest.mark.slow
 def test_a_spare_host_takes_the_part_of_a_lost_one(cluster: Cluster, fingerprint: str) -> None:
     host = cluster.others["b"]
     words = ("--hosts", "a:1,b:1,c:1", "--ranks", "2", "--run-dir", "spare", "--set", "pause=0.4")
