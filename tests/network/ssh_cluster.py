@@ -45,10 +45,12 @@ class Cluster:
         head: where `unisono run` is typed.
         others: the hosts, by name.
         folder: the shared folder.
+        python_path: the folders of PYTHONPATH.
     """
 
     def __init__(self, head: Host, others: list[Host], folder: Path) -> None:
         self.head, self.folder = head, folder
+        self.python_path = [ROOT]
         self.others = {host.name: host for host in others}
         self.ssh = SshHosts(others, folder / "ssh")
         wrapper = folder / "bin" / "ssh"
@@ -63,7 +65,7 @@ class Cluster:
         return (host or self.head).start(
             [sys.executable, "-P", "-m", "unisono.cli.main", "run", script, *words],
             cwd=self.folder,
-            env=inherited({"PATH": path, "PYTHONPATH": str(ROOT)}),
+            env=inherited({"PATH": path, "PYTHONPATH": ":".join(map(str, self.python_path))}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -74,6 +74,28 @@ def test_a_replica_in_shards_continues_without_the_host_of_another(
 
 
 @pytest.mark.slow
+def test_shards_continue_from_their_copies_on_other_hosts(cluster: Cluster, fingerprint: str) -> None:
+    """Ranks 0 and 1 of one axis of four are on a, ranks 2 and 3 on b; c is a spare host. There is no checkpoint."""
+    host = cluster.others["b"]
+    shards = ("--set", "parallel.shard=4", "--set", "parallel.replicate_shards=true", "--set", "checkpoint.every=0")
+    words = ("--hosts", "a:2,b:2,c:2", "--ranks", "4", "--run-dir", "copies", *shards, "--set", "pause=0.3")
+    process = cluster.start(*words)
+    cluster.wait_for_step("copies", 5)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        assert re.search(r"Restarting from the emergency dump after step \d+, or the beginning", err), err
+        assert "hosts: a 2 (eth0), c 2 (eth0)" in err
+        found = cluster.result("copies")
+        assert found["weights_sha256"] == fingerprint
+        assert found["resumed_at"] >= 5
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
+
+
+@pytest.mark.slow
 def test_a_spare_host_takes_the_part_of_a_lost_one(cluster: Cluster, fingerprint: str) -> None:
     host = cluster.others["b"]
     words = ("--hosts", "a:1,b:1,c:1", "--ranks", "2", "--run-dir", "spare", "--set", "pause=0.4")

@@ -13,8 +13,8 @@ from unisono.distributed.rendezvous.silent_hosts import ConnectionState, Silence
 
 @pytest.fixture
 def pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        near = socket.create_connection(server.getsockname())
+    with socket.create_server(("127.0.0.2", 0)) as server:  # another address counts as another host
+        near = socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0))
         far, _ = server.accept()
     return near, far
 

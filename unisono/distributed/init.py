@@ -179,8 +179,7 @@ def join_fixed(world: World, backend: str) -> Iterator[ProcessGroup]:
     if transport.backend not in RELIED_ON:
         require_operations(world, store, device, transport)
     joined = build_group(world, device, mixed=mixed, staged=transport.staged, backend=transport.backend)
-    if world.local_size < world.size:
-        SILENCE_LIMIT.add()
+    SILENCE_LIMIT.add()
     yield joined
     if dist.is_initialized():  # asynchronous workers have left before: param_server/async_run.py
         joined.barrier()

@@ -52,7 +52,7 @@ from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, Regroup
 from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup, SendWork, Work
 from unisono.distributed.rendezvous.connect import connect, first_timeout, leave_group
-from unisono.distributed.rendezvous.silent_hosts import open_sockets
+from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT, open_sockets
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.shared_memory import find_neighbors
 from unisono.environment import World
@@ -301,6 +301,7 @@ class Membership:
         """Record the sockets that were opened since the group was formed: they are shut down with it."""
         if self._sockets_before is None:
             return
+        SILENCE_LIMIT.add()  # the rendezvous server is quicker, but it does not wake processes that cannot continue
         with self._sockets_lock:
             self._sockets = open_sockets().keys() - self._sockets_before
         if self._lost.is_set():  # the loss was reported before the sockets were known

@@ -79,12 +79,13 @@ class SilenceLimit:
         self._thread = threading.Thread(target=self._serve, name="silent hosts", daemon=True)
 
     def add(self) -> None:
-        """Watch all TCP connections that exist now."""
+        """Watch all TCP connections to other hosts that exist now."""
         for name, descriptor in open_sockets().items():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 if connection.family == socket.AF_UNIX or connection.type != socket.SOCK_STREAM:
                     continue
-                connection.getpeername()  # fails for a socket that listens
+                if connection.getpeername()[0] == connection.getsockname()[0]:  # fails for a socket that listens
+                    continue
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, IDLE_SECONDS)

@@ -27,7 +27,13 @@ from unisono.launcher.worker_process import Handle, LocalHandle, WorkerSpec
 
 
 class Connector(Protocol):
-    """Connects to the agents of hosts."""
+    """Connects to the agents of hosts.
+
+    Attributes:
+        is_numbered: whether each host knows its number in the list, so that no host can be left out.
+    """
+
+    is_numbered: bool
 
     def connect(
         self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
@@ -45,6 +51,8 @@ class SshConnector:
     Args:
         ssh: the ssh command with its own options.
     """
+
+    is_numbered = False
 
     def __init__(self, ssh: Sequence[str] = ("ssh",)) -> None:
         self._ssh = ssh
@@ -74,6 +82,7 @@ class Cluster:
 
     Attributes:
         status: the exit status of the run, negative if it starts again.
+        lost: after the run, the names of the hosts that were lost.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Cluster:
     ) -> None:
         self.listed, self._connector, self._say = listed, connector, say
         self.status = 1
+        self.lost: set[str] = set()
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
         self._lost: list[RemoteHost] = []  # those that came back
         self._changing, self._is_closed = threading.Lock(), False
@@ -125,6 +135,7 @@ class Cluster:
         self._split.close()
         with self._changing:
             self._is_closed = True
+            self.lost = {host.name for number, host in enumerate(self.listed) if self._is_lost(number)}
             for host in (*self._remote.values(), *self._lost):
                 host.close(self.status)
 

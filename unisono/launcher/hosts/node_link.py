@@ -90,6 +90,8 @@ class NodeConnector:
         say: prints a line for the user.
     """
 
+    is_numbered = True
+
     def __init__(self, at: MeetingPoint, say: Callable[[str], None]) -> None:
         self._at, self._say = at, say
 
