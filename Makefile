@@ -77,6 +77,10 @@ gpu: $(if $(GPU_PYTHON),,setup)  ## tests and benchmarks on a GPU: writes benchm
 agreement: setup  ## every placement of three recipes beside one process: writes docs/measured/agreement.md (minutes)
 	$(BIN)/python -m benchmarks.placements
 
+# Needs root: the hosts are network namespaces, with an SSH server each.
+faults: setup  ## 50 random faults on a run over three hosts: writes docs/measured/host-faults.md (half an hour, root)
+	$(BIN)/python -m benchmarks.host_faults
+
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
@@ -90,4 +94,4 @@ clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf .venv .venv-torch-* $(PEERS) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types docs slow bench correctness gpu agreement clean
+.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults clean

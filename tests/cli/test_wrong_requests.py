@@ -99,7 +99,7 @@ from unisono.launcher import local_launch
         (
             "run text --ranks 3 --set parallel.replicate_shards=true",
             "parallel.replicate_shards = true has no effect with parallel.shard = 1.",
-            "It copies each shard to the next process, and with parallel.shard = 1 there are no shards. "
+            "It copies each shard to another process, and with parallel.shard = 1 there are no shards. "
             "All 3 replicas are copies of each other.",
             "unisono run text --ranks 3 --set parallel.replicate_shards=true --json --set parallel.shard=3, or: "
             "unisono run text --ranks 3 --set parallel.replicate_shards=false --json",

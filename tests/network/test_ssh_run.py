@@ -2,115 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.test_training import SCRIPT
 from tests.network import hosts as namespaces
 from tests.network import ssh_hosts
-from tests.network.hosts import ROOT, Host, HostProcess
-from tests.network.ssh_hosts import SshHosts
-from tests.network.test_hosts import processes_of
-from unisono.environment import inherited, variables
+from tests.network.ssh_cluster import SECONDS, Cluster, left, wait_until_nothing_is_left
 
 reason = namespaces.missing() or ssh_hosts.missing()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
-
-SECONDS = 120.0
-
-
-class Cluster:
-    """A head and three hosts with ssh servers, which share a folder.
-
-    Attributes:
-        head: where `unisono run` is typed.
-        others: the hosts, by name.
-        folder: the shared folder.
-    """
-
-    def __init__(self, head: Host, others: list[Host], folder: Path) -> None:
-        self.head, self.folder = head, folder
-        self.others = {host.name: host for host in others}
-        self.ssh = SshHosts(others, folder / "ssh")
-        wrapper = folder / "bin" / "ssh"
-        wrapper.parent.mkdir()
-        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.ssh.config} "$@"\n')
-        wrapper.chmod(0o755)
-        (folder / "script.py").write_text(
-            "import time\nimport unisono\nsay = lambda text: print(text, flush=True)\n" + SCRIPT
-        )
-
-    def start(self, *words: str, script: str = "script.py", host: Host | None = None) -> HostProcess:
-        """Start `unisono run` in the head."""
-        path = f"{self.folder / 'bin'}:{variables(['PATH'])['PATH']}"
-        return (host or self.head).start(
-            [sys.executable, "-P", "-m", "unisono.cli.main", "run", script, *words],
-            cwd=self.folder,
-            env=inherited({"PATH": path, "PYTHONPATH": str(ROOT)}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-
-    def run(self, *words: str, **more: Any) -> tuple[int, str]:
-        """Run it to its end. Return its exit status and what it prints on standard error."""
-        process = self.start(*words, **more)
-        _, err = process.communicate(timeout=SECONDS)
-        return process.returncode, err
-
-    def result(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / name / "result.json").read_text())
-        return found
-
-    def wait_for_step(self, name: str, step: int) -> None:
-        """Wait until the timeline of rank 0 has this step."""
-        timeline, until = self.folder / name / "timeline" / "rank-0.jsonl", time.monotonic() + SECONDS
-        while not timeline.exists() or f'"step":{step},' not in timeline.read_text():
-            assert time.monotonic() < until
-            time.sleep(0.05)
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("shared")
-    with namespaces.hosts(3, head=True, shared=[folder]) as (head, *others):
-        yield Cluster(head, others, folder)
-
-
-@pytest.fixture(scope="module")
-def fingerprint(cluster: Cluster) -> str:
-    """Return the fingerprint of one process."""
-    status, err = cluster.run("--run-dir", "whole")
-    assert status == 0, err
-    return str(cluster.result("whole")["weights_sha256"])
-
-
-def left(cluster: Cluster) -> list[str]:
-    """Return the command lines of processes of Unisono on all hosts that run."""
-    found = []
-    for host in (cluster.head, *cluster.others.values()):
-        if not Path(f"/proc/{host.pid}").exists():
-            continue
-        for pid in processes_of(host):
-            with contextlib.suppress(OSError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in found if "unisono." in line]
-
-
-def wait_until_nothing_is_left(cluster: Cluster, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while found := left(cluster):
-        assert time.monotonic() < until, found
-        time.sleep(0.1)
 
 
 def test_three_hosts_have_the_bits_of_one_process(cluster: Cluster, fingerprint: str) -> None:
@@ -144,6 +48,51 @@ def test_the_others_finish_without_a_host(cluster: Cluster, fingerprint: str, fa
             cluster.ssh.start("c")
         else:
             host.plug()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", ["step", "layer"])
+def test_a_replica_in_shards_continues_without_the_host_of_another(
+    cluster: Cluster, fingerprint: str, reshard: str
+) -> None:
+    """Ranks 0 and 1 share a replica on a, ranks 2 and 3 on b."""
+    name, host = f"shards-{reshard}", cluster.others["b"]
+    shards = ("--set", "parallel.shard=2", "--set", f"parallel.reshard={reshard}", "--set", "pause=0.3")
+    process = cluster.start("--hosts", "a:2,b:2", "--run-dir", name, *shards)
+    cluster.wait_for_step(name, 3)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        found = cluster.result(name)
+        assert (found["weights_sha256"], found["survival"]) == (fingerprint, "survivors")
+        assert {death["process"] for death in found["deaths"]} >= {2, 3}
+        assert "Restarting" not in err
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
+
+
+@pytest.mark.slow
+def test_shards_continue_from_their_copies_on_other_hosts(cluster: Cluster, fingerprint: str) -> None:
+    """Ranks 0 and 1 of one axis of four are on a, ranks 2 and 3 on b; c is a spare host. There is no checkpoint."""
+    host = cluster.others["b"]
+    shards = ("--set", "parallel.shard=4", "--set", "parallel.replicate_shards=true", "--set", "checkpoint.every=0")
+    words = ("--hosts", "a:2,b:2,c:2", "--ranks", "4", "--run-dir", "copies", *shards, "--set", "pause=0.3")
+    process = cluster.start(*words)
+    cluster.wait_for_step("copies", 5)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        assert re.search(r"Restarting from the emergency dump after step \d+, or the beginning", err), err
+        assert "hosts: a 2 (eth0), c 2 (eth0)" in err
+        found = cluster.result("copies")
+        assert found["weights_sha256"] == fingerprint
+        assert found["resumed_at"] >= 5
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
 
 
 @pytest.mark.slow

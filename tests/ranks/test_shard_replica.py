@@ -155,7 +155,7 @@ MAKES = (gpt, with_norm)
 PLACEMENTS: dict[str, tuple[int, ParallelSettings, tuple[int, ...]]] = {
     "the first of two": (2, ParallelSettings(shard=2), (0,)),
     "the last of three": (3, ParallelSettings(shard=3), (2,)),
-    "two of four that are not neighbours": (4, ParallelSettings(shard=4), (0, 2)),
+    "two of four, as on one host": (4, ParallelSettings(shard=4), (0, 1)),
     "one of two models of two shards": (4, ParallelSettings(shard=2), (3,)),
     "one of each of two models": (4, ParallelSettings(shard=2, reshard="step"), (0, 3)),
     "one of three, gathered once a step": (3, ParallelSettings(shard=3, reshard="step"), (1,)),

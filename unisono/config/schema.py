@@ -119,7 +119,7 @@ class ParallelSettings:
     reshard: Literal["layer", "step"] = setting(
         "layer", "layer: gather and free shards layer by layer; step: gather all shards once a step"
     )
-    replicate_shards: bool = setting(False, "keep a copy of each shard and its optimizer state on the next process")
+    replicate_shards: bool = setting(False, "keep a copy of each shard and its optimizer state on another process")
     layer_classes: list[str] = setting([], "class names of the layers to shard one by one; []: found automatically")
     offload: bool = setting(False, "keep shards in CPU memory between uses")
     param_dtype: Literal["fp32", "bf16"] = result_setting(

@@ -171,7 +171,7 @@ def check_replicated_shards(values: Mapping[str, Any], axes: MeshShape, line: Co
     """parallel.replicate_shards needs shards."""
     if not values.get("parallel.replicate_shards") or "parallel.shard" not in values or axes.shard > 1:
         return []
-    true = "It copies each shard to the next process, and with parallel.shard = 1 there are no shards."
+    true = "It copies each shard to another process, and with parallel.shard = 1 there are no shards."
     if axes.replicate > 1:
         true += f" All {axes.replicate} replicas are copies of each other."
     error = "parallel.replicate_shards = true has no effect with parallel.shard = 1."

@@ -37,6 +37,7 @@ from unisono.distributed.rendezvous.hosted_store import host_store
 from unisono.distributed.rendezvous.interfaces import choose_interface
 from unisono.distributed.rendezvous.peer_check import require_peers
 from unisono.distributed.rendezvous.reachable import Patience, reach, require_own_address
+from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.rendezvous.store_prefix import enter_round
 from unisono.distributed.shared_memory import find_neighbors
@@ -178,6 +179,7 @@ def join_fixed(world: World, backend: str) -> Iterator[ProcessGroup]:
     if transport.backend not in RELIED_ON:
         require_operations(world, store, device, transport)
     joined = build_group(world, device, mixed=mixed, staged=transport.staged, backend=transport.backend)
+    SILENCE_LIMIT.add()
     yield joined
     if dist.is_initialized():  # asynchronous workers have left before: param_server/async_run.py
         joined.barrier()
@@ -265,6 +267,8 @@ def new_line_group(
     mine = next((group for line, group in zip(lines, groups, strict=True) if rank in line), None)
     if mine is not None and timed:
         set_timeout(TIMEOUT, mine)
+    if not elastic:
+        SILENCE_LIMIT.add_more()
     return mine
 
 

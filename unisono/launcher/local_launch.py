@@ -136,7 +136,9 @@ class SpecBuilder:
         changes |= self._cluster.environment(number)
         spec = _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
         start = self._cluster.start(number, world)
-        return spec if start is None else replace(spec, command=self._command, environment=changes, start=start)
+        if self._cluster.is_here(number):
+            return replace(spec, start=start)
+        return replace(spec, command=self._command, environment=changes, start=start)
 
 
 def alone(script: Path, arguments: Sequence[str], *, folder: Path, threads: int = 1) -> int:

@@ -14,7 +14,7 @@ The number of restarts is bounded: after `RESTARTS` restarts in a row without a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +55,13 @@ class Hosts(NamedTuple):
     listed: Sequence[ListedHost]
     connector: Connector
 
+    def without(self, lost: Collection[str], ranks: int) -> Hosts:
+        """Return the hosts without those that are lost, if the others have room for all processes."""
+        left = [host for host in self.listed if host.name not in lost]
+        if self.connector.is_numbered or sum(host.slots for host in left) < ranks:
+            return self
+        return self._replace(listed=left)
+
 
 def run_with_restarts(
     script: Path,
@@ -76,6 +83,7 @@ def run_with_restarts(
     emergency_dump.clear(run_dir)
     reached, failures = _saved(run_dir), 0
     while True:
+        cluster = Cluster(hosts.listed, ranks.usual, hosts.connector, say_line) if hosts is not None else None
         outcome = local_launch.run(
             script,
             request.arguments(run_dir),
@@ -88,7 +96,7 @@ def run_with_restarts(
             screen=screen,
             columns=columns,
             verbose=say,
-            cluster=Cluster(hosts.listed, ranks.usual, hosts.connector, say_line) if hosts is not None else None,
+            cluster=cluster,
         )
         if outcome.stopped or outcome.failure is None or not outcome.failure.is_death:
             return outcome
@@ -107,6 +115,8 @@ def run_with_restarts(
             where = f"the emergency dump after step {dumped}, or {where}"
         print(f"Restarting from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
+        if hosts is not None and cluster is not None:
+            hosts = hosts.without(cluster.lost, ranks.usual)
 
 
 def say_line(text: str) -> None:

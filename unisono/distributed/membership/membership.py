@@ -52,6 +52,7 @@ from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, Regroup
 from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup, SendWork, Work
 from unisono.distributed.rendezvous.connect import connect, first_timeout, leave_group
+from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT, open_sockets
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.distributed.shared_memory import find_neighbors
 from unisono.environment import World
@@ -171,7 +172,7 @@ class Membership:
         if self.async_errors:
             return
         with self._sockets_lock:
-            for name, descriptor in _open_sockets().items():
+            for name, descriptor in open_sockets().items():
                 if name not in self._sockets:
                     continue
                 try:
@@ -289,7 +290,7 @@ class Membership:
             self.on_regroup()
             return
         store = dist.PrefixStore(f"generation-{self.generation}", self.store)
-        self._sockets_before = _open_sockets().keys()
+        self._sockets_before = open_sockets().keys()
         connect(store, rank, size, self.backend, first_timeout(size), FORM_SECONDS)
         self.claim_sockets()
         group.regroup(rank, size, *find_neighbors(group))
@@ -300,8 +301,9 @@ class Membership:
         """Record the sockets that were opened since the group was formed: they are shut down with it."""
         if self._sockets_before is None:
             return
+        SILENCE_LIMIT.add()  # the rendezvous server is quicker, but it does not wake processes that cannot continue
         with self._sockets_lock:
-            self._sockets = _open_sockets().keys() - self._sockets_before
+            self._sockets = open_sockets().keys() - self._sockets_before
         if self._lost.is_set():  # the loss was reported before the sockets were known
             self._abort_sockets()
 
@@ -332,17 +334,3 @@ class Membership:
 def membership_of(group: ProcessGroup) -> Membership | None:
     """Return the membership of an elastic group; None if a lost peer ends the run."""
     return group.monitor if isinstance(group.monitor, Membership) else None
-
-
-def _open_sockets() -> dict[str, int]:
-    """Return the descriptors of this process's sockets by the kernel's name, "socket:[4711]".
-
-    A descriptor is not enough: once closed, its number may be reused for another socket.
-    """
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                found[name] = int(number)
-    return found

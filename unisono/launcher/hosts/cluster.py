@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,12 +21,19 @@ from unisono.launcher.hosts.host_differences import CONNECT_SECONDS, differences
 from unisono.launcher.hosts.host_facts import facts_of
 from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.hosts.remote_host import Link, RemoteHost
+from unisono.launcher.hosts.split_network import SplitWatch
 from unisono.launcher.hosts.ssh import SshLink, agent_command
-from unisono.launcher.worker_process import Handle, WorkerSpec
+from unisono.launcher.worker_process import Handle, LocalHandle, WorkerSpec
 
 
 class Connector(Protocol):
-    """Connects to the agents of hosts."""
+    """Connects to the agents of hosts.
+
+    Attributes:
+        is_numbered: whether each host knows its number in the list, so that no host can be left out.
+    """
+
+    is_numbered: bool
 
     def connect(
         self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
@@ -42,6 +51,8 @@ class SshConnector:
     Args:
         ssh: the ssh command with its own options.
     """
+
+    is_numbered = False
 
     def __init__(self, ssh: Sequence[str] = ("ssh",)) -> None:
         self._ssh = ssh
@@ -71,6 +82,7 @@ class Cluster:
 
     Attributes:
         status: the exit status of the run, negative if it starts again.
+        lost: after the run, the names of the hosts that were lost.
     """
 
     def __init__(
@@ -78,6 +90,7 @@ class Cluster:
     ) -> None:
         self.listed, self._connector, self._say = listed, connector, say
         self.status = 1
+        self.lost: set[str] = set()
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
         self._lost: list[RemoteHost] = []  # those that came back
         self._changing, self._is_closed = threading.Lock(), False
@@ -85,6 +98,10 @@ class Cluster:
         slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
         self._taken = dict(enumerate(slots[:ranks]))  # by the number of the process
         self._starting = [sum(slot.host == host for slot in self._taken.values()) for host in range(len(listed))]
+        self._handles: list[LocalHandle] = []  # of the processes on this host
+        self._is_ended_here = False  # this host does not reach others, on which the run continues
+        own = next((number for number, host in enumerate(listed) if host.is_here), None)
+        self._split = SplitWatch([host.name for host in listed], own, self._alive, self._end)
 
     @contextmanager
     def open(self, rendezvous: Path, script: Path, run_dir: Path) -> Iterator[None]:
@@ -111,11 +128,14 @@ class Cluster:
             if problems:
                 raise SettingsError.of(problems)
             self._say(f"hosts: {self}")
+            self._watch_splits()
             yield
 
     def _close(self) -> None:
+        self._split.close()
         with self._changing:
             self._is_closed = True
+            self.lost = {host.name for number, host in enumerate(self.listed) if self._is_lost(number)}
             for host in (*self._remote.values(), *self._lost):
                 host.close(self.status)
 
@@ -137,6 +157,7 @@ class Cluster:
             before.link.kill()  # it may not have been silent for long enough to count as lost
             self._lost.append(before)
             self._facts[number], self._remote[number] = facts, host
+        self._watch_splits()
         self._say(f"Host {name} is back.")
 
     def _compare(self, here: Mapping[str, Any]) -> list[Problem]:
@@ -150,6 +171,32 @@ class Cluster:
             self._facts[number] = facts
             problems += differences(host.name, facts, here)
         return problems
+
+    # -- a split network
+
+    def _watch_splits(self) -> None:
+        remote = {number: host for number, host in self._remote.items() if not host.lost}
+        signs = {number: self._facts[number].get("signs_at") for number in remote}
+        routes = [self._facts[number]["reached_at"] for number in remote]
+        own = next((route[0] for route in routes if route), "")
+        self._split.watch(remote, {number: (each[0], each[1]) for number, each in signs.items() if each}, own)
+
+    def _alive(self) -> dict[int, int]:
+        """Return the number of processes of each host that is not lost."""
+        counts = Counter(slot.host for slot in list(self._taken.values()))
+        return {host: counts[host] for host in range(len(self.listed)) if not self._is_lost(host)}
+
+    def _end(self, number: int, why: str) -> None:
+        """End the processes of a host that does not reach others, on which the run continues."""
+        remote = self._remote.get(number)
+        if remote is not None:
+            remote.lose(why)
+            return
+        self._is_ended_here = True
+        self._say(f"Host {self.listed[number].name} is lost: {why}.")
+        for handle in self._handles:
+            if handle.returncode is None:
+                handle.signal(signal.SIGKILL, group=True)
 
     # -- processes
 
@@ -177,10 +224,19 @@ class Cluster:
         found = self._facts[host]["interfaces"].items()
         return next((name for name, addresses in found if address in addresses), "")
 
-    def start(self, number: int, world: World) -> Callable[[WorkerSpec], Handle] | None:
-        """Return what starts a process on its host; None: it is this one."""
+    def is_here(self, number: int) -> bool:
+        """Return whether a process runs on this host."""
+        return self._taken[number].host not in self._remote
+
+    def start(self, number: int, world: World) -> Callable[[WorkerSpec], Handle]:
+        """Return what starts a process on its host."""
         remote = self._remote.get(self._taken[number].host)
-        return None if remote is None else partial(remote.start, number, asdict(world))
+        return self._start_here if remote is None else partial(remote.start, number, asdict(world))
+
+    def _start_here(self, spec: WorkerSpec) -> LocalHandle:
+        handle = LocalHandle(spec)
+        self._handles.append(handle)
+        return handle
 
     def replace(self, number: int, replaced: int) -> None:
         """Find a place for process `number`, which replaces another one: the same, or on another host if it is lost."""
@@ -197,7 +253,7 @@ class Cluster:
         self._taken[number] = free[0]
 
     def _is_lost(self, host: int) -> bool:
-        return host in self._remote and bool(self._remote[host].lost)
+        return bool(self._remote[host].lost) if host in self._remote else self._is_ended_here
 
     def __str__(self) -> str:
         """Return hosts, processes and interfaces in a line."""

@@ -9,7 +9,8 @@ Everything between launcher and processes passes through the agent: output, sign
 failure record, and the connections to the rendezvous server. So a host needs no open port for them.
 
 When the connection ends, or the launcher is silent for SILENCE_SECONDS, the agent kills its processes and ends. So no
-process outlives the launcher, and none computes behind a network that is cut.
+process outlives the launcher, and none computes behind a network that is cut. The agents also report which hosts do not
+reach each other (signs_of_life.py).
 """
 
 from __future__ import annotations
@@ -32,15 +33,10 @@ from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_facts import facts_of, reached_at
 from unisono.launcher.hosts.link_probe import ProbeService
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
+from unisono.launcher.hosts.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS, signs_at
 
 POLL_SECONDS = 0.05
 """Seconds between two checks for files and ended processes."""
-
-ALIVE_SECONDS = 1.0
-"""Seconds between two signs of life, in each direction."""
-
-SILENCE_SECONDS = 10.0
-"""Seconds without a sign of life after which the other end of a connection counts as gone."""
 
 SUFFIXES = (".json", ".ended", ".replaceable", ".hands-off", ".spare")
 """Files of a process that the launcher reads (failure_record.py)."""
@@ -114,11 +110,16 @@ class HostAgent:
         stream: the connection to the launcher.
         folder: a private folder.
         reached_at: the addresses of the launcher and of this host that the connection uses; None: not known.
+
+    Attributes:
+        why_ended: why the launcher has ended this host alone; "" if it has not.
     """
 
     def __init__(self, stream: MessageStream, folder: Path, *, reached_at: tuple[str, str] | None) -> None:
         self.stream, self.folder, self._reached_at = stream, folder, reached_at
         self._status: int | None = None
+        self.why_ended = ""
+        self._signs = signs_at(reached_at[1]) if reached_at is not None else None
         self.processes: dict[int, AgentProcess] = {}
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
         self._count = 0
@@ -150,12 +151,22 @@ class HostAgent:
                 process.signal(signal.SIGKILL, group=True)
             for process in self.processes.values():
                 process.popen.wait()
-            self._probes.close()
+            self._close()
         return self._status
+
+    def _close(self) -> None:
+        self._probes.close()
+        self._selector.close()
+        for each in (self._listener, *self._connections.values()):
+            each.close()
+        if self._signs is not None:
+            self._signs.close()
 
     def _check(self) -> None:
         """Report files and ended processes, and end when the launcher is silent."""
         now = time.monotonic()
+        if self._signs is not None:
+            self._signs.exchange(now)
         for process in list(self.processes.values()):
             ended = process.has_ended()
             for suffix, content in process.new_files().items():
@@ -164,7 +175,7 @@ class HostAgent:
                 self._end(process)
         if now - self._said > ALIVE_SECONDS:
             self._said = now
-            self.stream.send(alive=True)
+            self.stream.send(alive=True, silences=self._signs.silences(now) if self._signs else {})
         if now - self._heard > SILENCE_SECONDS:
             self._over = True
 
@@ -181,7 +192,9 @@ class HostAgent:
     def _on_message(self, message: Message) -> None:
         values, data = message
         if "describe" in values:
-            self.stream.send(facts={**facts_of(**values["describe"]), "reached_at": self._reached_at})
+            signs = (self._reached_at[1], self._signs.port) if self._reached_at and self._signs else None
+            about = {"reached_at": self._reached_at, "signs_at": signs}
+            self.stream.send(facts={**facts_of(**values["describe"]), **about})
         elif "start" in values:
             self._start(values["start"], values)
         elif "signal" in values:
@@ -194,8 +207,10 @@ class HostAgent:
             self.stream.send(answer=values["ask"], **self._probes.answer(values))
         elif "ask" in values:
             threading.Thread(target=self._answer, args=(values,), name="probe", daemon=True).start()
+        elif "watch" in values and self._signs is not None:
+            self._signs.watch(values["own"], values["token"], values["watch"])
         elif "end" in values:
-            self._over, self._status = True, values["end"]
+            self._over, self._status, self.why_ended = True, values["end"], values.get("why", "")
 
     def _answer(self, question: dict[str, Any]) -> None:
         """Answer a question that may take seconds."""

@@ -90,6 +90,8 @@ class NodeConnector:
         say: prints a line for the user.
     """
 
+    is_numbered = True
+
     def __init__(self, at: MeetingPoint, say: Callable[[str], None]) -> None:
         self._at, self._say = at, say
 
@@ -200,10 +202,13 @@ def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int
         stream = MessageStream(connection.fileno(), connection.fileno())
         stream.send(node=number)
         with connection, socket_folder() as folder:
-            status = HostAgent(stream, Path(folder), reached_at=(peer, own)).serve()
+            agent = HostAgent(stream, Path(folder), reached_at=(peer, own))
+            status = agent.serve()
         if status is None:
             say(f"Node {number} has lost node 0 at {at}. Its processes are ended.")
             return 1
+        if agent.why_ended:
+            say(f"Node {number} is ended, and the run continues without it: {agent.why_ended}.")
         if status >= 0:
             return status
 

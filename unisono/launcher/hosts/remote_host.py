@@ -15,8 +15,9 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Protocol
 
-from unisono.launcher.hosts.host_agent import ALIVE_SECONDS, SILENCE_SECONDS
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
+from unisono.launcher.hosts.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS
+from unisono.launcher.hosts.split_network import HostReport
 from unisono.launcher.worker_process import WorkerSpec
 
 END_SECONDS = 5.0
@@ -128,11 +129,13 @@ class RemoteHost:
     Attributes:
         lost: why the connection has ended; "" while it has not.
         facts: see host_facts.py; None until they have arrived.
+        report: when it was heard, and which hosts it has not heard.
     """
 
     def __init__(self, name: str, link: Link, rendezvous: Path, say: Callable[[str], None]) -> None:
         self.name, self.lost, self._say = name, "", say
         self.facts: dict[str, Any] | None = None
+        self.report = HostReport()
         self.link = link
         self._rendezvous = rendezvous
         self._processes: dict[int, RemoteProcess] = {}
@@ -182,6 +185,13 @@ class RemoteHost:
         with contextlib.suppress(OSError):
             self._stream.send(data, **values)
 
+    def lose(self, why: str) -> None:
+        """End the agent, and continue without this host."""
+        if not self._processes:
+            self._say(f"Host {self.name}, a spare one, is lost: {why}.")
+        self.lost = self.lost or why  # before its end is noticed
+        self.send(end=1, why=why)
+
     def close(self, status: int) -> None:
         """End the agent, and with it all processes there.
 
@@ -197,25 +207,25 @@ class RemoteHost:
 
     def _serve(self) -> None:
         """Pass messages on until the connection ends or is silent."""
-        heard = said = time.monotonic()
+        said = time.monotonic()
         try:
             while not self.lost:
                 for key, _ in self._selector.select(ALIVE_SECONDS / 2):
                     if key.data is not None:
                         self._reply(key.data)
                         continue
-                    heard = time.monotonic()
+                    self.report.hear(time.monotonic())
                     messages = self._stream.receive()
                     for message in messages or []:
                         self._on_message(message)
                     if messages is None:
-                        self.lost = "the connection has ended"
+                        self.lost = self.lost or "the connection has ended"
                 now = time.monotonic()
                 if now - said > ALIVE_SECONDS:
                     said = now
                     self.send(alive=True)
-                if self.facts is not None and now - heard > SILENCE_SECONDS:
-                    self.lost = f"nothing has arrived from it for {SILENCE_SECONDS:g} s"
+                if self.facts is not None and now - self.report.heard > SILENCE_SECONDS:
+                    self.lost = self.lost or f"nothing has arrived from it for {SILENCE_SECONDS:g} s"
         except ValueError as error:
             self.lost = f"its shell prints text that is no message: {str(error)[:80]}"
         self._known.set()
@@ -242,6 +252,8 @@ class RemoteHost:
             self._request(values["store"], data, opened=values.get("opened", False))
         elif "answer" in values:
             self._questions[values["answer"]].put(values)
+        elif "alive" in values:
+            self.report.report(values.get("silences", {}), time.monotonic())
         elif "facts" in values:
             self.facts = values["facts"]
             self._known.set()

@@ -1,4 +1,4 @@
-"""Keep a copy of every shard on the next process, updated after every step (parallel.replicate_shards)."""
+"""Keep a copy of every shard on another process, updated after every step (parallel.replicate_shards)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""Replicas of shards: every shard, with its optimizer state, has a copy on the next process of the axis `shard`.
+"""Replicas of shards: every shard, with its optimizer state, has a copy on another process of the axis `shard`.
 
 Processes with whole models are copies of each other. If several processes share one model, each part exists only once
-and is lost with its process. Therefore each process sends a copy of its part along a ring after every step:
+and is lost with its process. Therefore each process sends a copy of its part half an axis further after every step. As
+ranks are numbered by host, that is on another host if the axis has several:
 
     process   0          1          2          3
     has       shard 0    shard 1    shard 2    shard 3
-    keeps     copy of 3  copy of 0  copy of 1  copy of 2     recoverable losses: process 0, process 2, or both;
-                                                             not recoverable: 1 and 2 at once (shard 1 is lost)
+    keeps     copy of 2  copy of 3  copy of 0  copy of 1     recoverable losses: process 0, process 1, or both;
+                                                             not recoverable: 0 and 2 at once (shard 0 is lost)
 
 (Checkpoints in the memory of other processes: Wang et al., GEMINI, SOSP 2023.) A copy is packed between two steps, and
 is sent while the next step computes:
@@ -49,7 +50,7 @@ class ReplicaTransfer(NamedTuple):
 
 
 class ShardReplica:
-    """The place of this process in the ring. `mine` and `theirs`: snapshots of two steps, each complete or None."""
+    """The place of this process on the axis. `mine` and `theirs`: snapshots of two steps, each complete or None."""
 
     def __init__(self, tracked: Mapping[str, Any], mesh: Mesh, rest: Callable[[], None]) -> None:
         """Create the replica of a process.
@@ -66,7 +67,8 @@ class ShardReplica:
         self._travel: ReplicaTransfer | None = None
         self._seen: Any = None  # the key of the tensors in the last snapshot
         self._left: list[list[TensorSpec]] = []  # the specs of the neighbor's tensors: frozen, and changing
-        self._next, self._previous = (self.line.rank + 1) % self.line.size, (self.line.rank - 1) % self.line.size
+        self._next = copy_of(self.line.rank, self.line.size)
+        self._previous = next(rank for rank in range(self.line.size) if copy_of(rank, self.line.size) == self.line.rank)
 
     def copy(self, step: int) -> None:
         """Begin to send a copy of the state after `step` steps. All processes of the axis call this together."""
@@ -123,7 +125,7 @@ class ShardReplica:
 
     @property
     def _members(self) -> Sequence[int]:
-        """The ranks, in the run, of the processes of this ring."""
+        """The ranks, in the run, of the processes of this axis."""
         return self.line.members or tuple(range(self.line.size))
 
     def newest(self, lost: Collection[int]) -> int:
@@ -147,8 +149,8 @@ class ShardReplica:
             The step.
 
         Raises:
-            CheckpointError: two neighbors of a ring are lost, so only a checkpoint has their state. All processes
-                raise the error.
+            CheckpointError: a process and the one with its copy are lost, so only a checkpoint has its state. All
+                processes raise the error.
         """
         with wrap_peer_errors("Restoring shards from their copies"):
             with suppress(RuntimeError):  # a snapshot that did not arrive does not count
@@ -182,6 +184,11 @@ class ShardReplica:
         return step
 
 
+def copy_of(index: int, size: int) -> int:
+    """Return the index of the process with the copy of a shard, on an axis of `size` processes."""
+    return (index + max(1, size // 2)) % size
+
+
 def _new(parcel: Snapshot | None, last: Snapshot | None = None) -> list[FlatTensors]:
     """Return the parts of a snapshot that have to be sent if the receiver already has the snapshot `last`."""
     assert parcel is not None
@@ -200,7 +207,7 @@ def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], 
     """Return the newest step of which every shard has a complete copy.
 
     Args:
-        said: for each process of the run, the members of its ring, the steps of its own snapshots, and the steps of
+        said: for each process of the run, the members of its axis, the steps of its own snapshots, and the steps of
             its neighbor's snapshots.
         lost: ranks whose state is lost.
 
@@ -212,7 +219,7 @@ def step_of(said: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], 
         if rank not in lost:
             there.append(set(mine))
             continue
-        holder = members[(members.index(rank) + 1) % len(members)]
+        holder = members[copy_of(members.index(rank), len(members))]
         if holder in lost:
             raise CheckpointError(
                 f"Cannot restore the shards of the lost processes {', '.join(map(str, sorted(lost)))}.",

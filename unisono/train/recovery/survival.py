@@ -35,7 +35,7 @@ def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool 
 
     survivors    the other processes have whole models, and continue without a restart (step_recovery.py)
     replicas     other processes have it, but the run restarts without the lost process
-    buddy        the next process on the axis has it, and dumps it for the restarted run (crash_handoff.py)
+    buddy        another process on the axis has it, and dumps it for the restarted run (crash_handoff.py)
     checkpoint   no process has its state after the last step
     """
     if survivors and axes.replicate > 1:
@@ -47,7 +47,7 @@ def survival_of(parallel: ParallelSettings, axes: MeshShape, *, survivors: bool 
 def about_shards(parallel: ParallelSettings, axes: MeshShape) -> str:
     """Return a line about the copies of shards, for the first lines of a run, or "" for the usual case."""
     if parallel.replicate_shards:
-        return "shards: each has a copy on the next process"
+        return "shards: each has a copy on another process"
     if axes.shard > 1 and survival_of(parallel, axes) == "checkpoint":
         return "shards: no copies but the checkpoint's (--set parallel.replicate_shards=true keeps one of each)"
     return ""
