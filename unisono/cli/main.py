@@ -16,6 +16,7 @@ from cyclopts import App, Group, Parameter
 
 import unisono
 from unisono.cli.clusters.kubernetes_command import kubernetes
+from unisono.cli.clusters.ray_command import ray
 from unisono.cli.clusters.slurm_command import slurm
 from unisono.cli.commands.audit import audit
 from unisono.cli.commands.bench import bench
@@ -47,6 +48,7 @@ Examples:
   unisono run train.py --resume         continue its newest run
   unisono slurm train.py --nodes 2      write a batch script for Slurm
   unisono kubernetes train.py --image I write manifests for a cluster
+  unisono ray train.py --ranks 8        train in actors of Ray
   unisono copy text train.py            copy a recipe, to change it
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
@@ -80,6 +82,11 @@ SLURM = """\
   unisono slurm train.py --gpus-per-node 8 --partition gpu --submit
   unisono slurm train.py --array 0-7 --set seed=%a
   unisono slurm text --nodes 2 --sbatch mem=64G --write job.sbatch
+"""
+RAY = """\
+  unisono ray train.py --ranks 8         where a cluster is running
+  unisono ray train.py --ranks 8 --gpus-per-rank 1 --strategy STRICT_PACK
+  unisono ray text --ranks 2 --address local
 """
 COPY = """\
   unisono copy text                      to text.py in the working directory
@@ -154,6 +161,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (run, TRAIN, RUN),
     (slurm, TRAIN, SLURM),
     (kubernetes, TRAIN, KUBERNETES),
+    (ray, TRAIN, RAY),
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (check, VERIFY, CHECK),
