@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 UNISONO = (sys.executable, "-P", "-m", "unisono.cli.main")
 SMALL: Mapping[str, Any] = {"object_store_memory": 80 * 2**20}
@@ -104,9 +104,9 @@ def chain_of(run_dir: str, rank: int) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = process.cmdline()
-            if "unisono.launcher.worker_main" in words and f"--run-dir={run_dir}" in words:
-                if f'"rank": {rank},' in " ".join(words):
-                    return [process, *process.parents()[:3]]
+            of_run = "unisono.launcher.worker_main" in words and f"--run-dir={run_dir}" in words
+            if of_run and f'"rank": {rank},' in " ".join(words):
+                return [process, *process.parents()[:3]]
     raise AssertionError(f"no process of rank {rank}")
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.clusters.ray_nodes import RayNodes, chain_of, left_behind, missing, ray_nodes, start, wait_for

@@ -243,12 +243,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, check, prove, audit, doctor):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a "
-            "script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `check`, `prove`, `audit` and `doctor` pass arguments to "
+            "a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

@@ -72,8 +72,9 @@ class RayFlags:
             ("--gpus-per-rank", self.gpus_per_rank, "1"),
             ("--wait", self.wait, "60"),
         ):
-            if value < 0 or (value > 1 and value % 1 and name != "--wait"):
-                fact = "Ray takes 0, a fraction of one, or a whole number." if name != "--wait" else "0 or more seconds."
+            counts = name != "--wait"
+            if value < 0 or (counts and value > 1 and value % 1):
+                fact = "Ray takes 0, a fraction of one, or a whole number." if counts else "It takes 0 or more seconds."
                 found.append(Problem(f"{name} {value:g} is out of range.", fact, str(line.flag(name, usual))))
         if not self.cpus_per_rank and not self.gpus_per_rank:
             fact = "Each actor needs a part of a CPU or of a GPU, by which Ray finds room for it."
@@ -92,13 +93,13 @@ def ray(
     ranks: Annotated[str, Parameter(name=["--ranks", "-n"], metavar="N", group=WHERE)] = "1",
     no_dry_run: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
     watch: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
-    cluster: RayFlags = RayFlags(),  # noqa: B008  (frozen)
+    cluster: RayFlags = RayFlags(),
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Train on a cluster of Ray, with one actor for each process.
 
-    When a process, an actor or a node dies, the other processes continue, and a fresh actor replaces it. Arguments after
-    `--` are passed to the script.
+    When a process, an actor or a node dies, the other processes continue, and a fresh actor replaces it. Arguments
+    after `--` are passed to the script.
 
     Parameters
     ----------
