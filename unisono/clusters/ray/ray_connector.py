@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.clusters.ray.actor_agent import CANNOT_REACH
 from unisono.clusters.ray.rank_actor import AgentOrder, RankActor
-from unisono.errors import UnreachableHostError
+from unisono.errors import SettingsError
 from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.hosts.node_link import SocketLink, hello_of
 from unisono.launcher.hosts.remote_host import Link
@@ -74,7 +74,7 @@ class RayConnector:
         """Yield the connections to the agents of the actors, by their number. Fresh ones are passed to `on_return`.
 
         Raises:
-            UnreachableHostError: an actor does not start, or its agent does not connect in time.
+            SettingsError: an actor does not start, or its agent does not connect in time.
         """
         self._ended.clear()
         with self._listen() as self._listener:
@@ -164,7 +164,7 @@ class RayConnector:
             if why or time.monotonic() - began > START_SECONDS:
                 fact = why or f"it has not started and connected within {START_SECONDS:g} s"
                 do = "ray status; ray list actors; ray logs actor --id ID; Unisono is needed on all nodes"
-                raise UnreachableHostError(f"Cannot start actor {number}.", f"{fact[:1].upper()}{fact[1:]}.", do)
+                raise SettingsError(f"Cannot start actor {number}.", f"{fact[:1].upper()}{fact[1:]}.", do)
             for link in links.values():
                 assert isinstance(link, SocketLink)
                 link.say_alive()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -9,10 +10,15 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from unisono.config import plural
-from unisono.errors import SettingsError, UnreachableHostError
+from unisono.environment import variables
+from unisono.errors import SettingsError
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 """https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html"""
+
+
+ANSWER_SECONDS = 5.0
+"""Time limit for the head of a cluster to accept a connection."""
 
 
 class RayRequest(NamedTuple):
@@ -88,8 +94,7 @@ def connected(address: str) -> Iterator[None]:
         address: auto, local (a cluster on this host, for the block), or HOST:PORT of the head.
 
     Raises:
-        SettingsError: Ray is not installed, or the address is not one.
-        UnreachableHostError: no cluster answers.
+        SettingsError: Ray is not installed, the address is not one, or no cluster answers.
     """
     require_ray()
     import ray
@@ -97,21 +102,49 @@ def connected(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    if address.startswith("ray://"):
-        fact = "The client of Ray keeps the launcher outside of the cluster, whose nodes could not reach it."
-        do = "ray job submit --address http://HEAD:8265 -- unisono ray ...; or type the command on a node, with auto"
-        raise SettingsError(f"--address {address} is not supported.", fact, do)
     more: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
+        require_answer(resolved(address))
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **more)
+    except SettingsError:
+        raise
     except Exception as error:  # ConnectionError, ValueError, RuntimeError: it depends on what is wrong
         fact = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         do = "ray start --head, and ray start --address HEAD:6379 on the others; or --address local, for this host"
-        raise UnreachableHostError(f"Cannot reach a cluster of Ray (--address {address}).", f"{fact}.", do) from None
+        raise SettingsError(f"Cannot reach a cluster of Ray (--address {address}).", f"{fact}.", do) from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def resolved(address: str) -> str:
+    """Return the address that Ray uses: for auto that of RAY_ADDRESS, or of the cluster of this host."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if address == "auto":
+        address = variables(["RAY_ADDRESS"]).get("RAY_ADDRESS") or address
+    return address if address.startswith("ray://") else canonicalize_bootstrap_address(address) or address
+
+
+def require_answer(address: str) -> None:
+    """Check that the head of a cluster answers. Ray itself would try for minutes.
+
+    Raises:
+        SettingsError: the address is one of Ray's client.
+        ConnectionError: there is no answer.
+    """
+    if address.startswith("ray://"):
+        fact = "The client of Ray keeps the launcher outside of the cluster, whose nodes could not reach it."
+        do = "ray job submit --address http://HEAD:8265 -- unisono ray ...; or type the command on a node, with auto"
+        raise SettingsError(f"--address {address} is not supported.", fact, do)
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"At {address}: {(error.strerror or str(error)).lower()}") from None
 
 
 @contextmanager
