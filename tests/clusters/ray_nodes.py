@@ -24,6 +24,17 @@ def missing() -> str:
     return "" if find_spec("ray") else "Ray is not installed (pip install 'unisono[ray]')"
 
 
+def patiently(begin: Callable[[], Any], attempts: int = 3) -> Any:
+    """Call a function that starts a part of the cluster. Ray gives it 30 s, which is little on a busy machine."""
+    for left in reversed(range(attempts)):
+        try:
+            return begin()
+        except Exception:
+            if not left:
+                raise
+    raise AssertionError("no attempts")
+
+
 class RayNodes:
     """A cluster.
 
@@ -35,16 +46,15 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         self.work = work
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **SMALL}
-        )
+        head = {"num_cpus": 0, "include_dashboard": False, **SMALL}
+        self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address = str(self._cluster.address)
         self._nodes: list[Any] = []
 
     def keep_nodes(self, count: int) -> None:
         """Add nodes with two CPUs each until there are this many."""
         while len(self._nodes) < count:
-            self._nodes.append(self._cluster.add_node(num_cpus=2, **SMALL))
+            self._nodes.append(patiently(lambda: self._cluster.add_node(num_cpus=2, **SMALL)))
 
     def kill_raylet(self, pid: int) -> None:
         """Kill a raylet, and reap it, as the process that started a raylet does elsewhere."""
