@@ -45,6 +45,7 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from unisono import ray as ray
     from unisono.config import CheckpointSettings as CheckpointSettings
     from unisono.config import LoaderSettings as LoaderSettings
     from unisono.config import ParallelSettings as ParallelSettings
@@ -79,6 +80,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ray":
+        return importlib.import_module("unisono.ray")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
     if name in ("main", "launch"):  # before a module needs something that an old torch lacks

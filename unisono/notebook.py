@@ -21,9 +21,10 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,13 +34,14 @@ from unisono import environment
 from unisono.checkpoint import manifest
 from unisono.cli.commands.run_command import numbers
 from unisono.cli.notebook_line import STEP, NotebookLine
-from unisono.cli.request.restarts import run_with_restarts
+from unisono.cli.request.request_checks import checked
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train
 from unisono.config import CommandLine, Settings, entries_of, gather, shown
 from unisono.config.validate import examine
-from unisono.environment import World
+from unisono.environment import ONE_EACH, DeviceAssignment, World
 from unisono.errors import RankFailedError, SettingsError, UnisonoError
 from unisono.launcher.worker_process import WorkerFailure
 
@@ -54,6 +56,9 @@ main, Settings = received(__file__)
 if __name__ == "__main__":
     unisono.main(main, Settings)
 '''
+Places = Callable[[], AbstractContextManager[Hosts | None]]
+"""Returns a block in which the hosts of a run are ready; None: this host."""
+
 COLUMNS = 100
 """The width of the progress line in a notebook."""
 
@@ -81,18 +86,39 @@ def launch(
         KeyboardInterrupt: after Ctrl-C or an interrupt of the kernel. The run saves its state first.
     """
     line = LaunchCall(name=getattr(main, "__name__", "main"), ranks=ranks, run_dir=run_dir, resume=resume)
+    return launched_function(main, settings, line)
+
+
+def launched_function(
+    main: Callable[[Any], None],
+    settings: Settings | type[Settings],
+    line: LaunchCall,
+    *,
+    devices: DeviceAssignment = ONE_EACH,
+    places: Places = nullcontext,
+) -> dict[str, Any]:
+    """Train `main(run)`, as `launch` does.
+
+    Args:
+        main: the function.
+        settings: an instance of a settings class, or the class for its defaults.
+        line: the call, with its arguments.
+        devices: the device of each rank.
+        places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
+    """
+    ranks, run_dir, resume = line.ranks, line.run_dir, line.resume
     if (world := World.current()).size > 1 or environment.assigned():
         facts = f"This process is rank {world.rank} of {world.size}."
         raise SettingsError(
-            "unisono.launch was called in a process of a run.",
+            f"{line.call} was called in a process of a run.",
             facts,
             "unisono.main(main, Settings) in a script that a launcher starts",
         )
     if not issubclass(settings if isinstance(settings, type) else type(settings), Settings):
         do = str(replace(line, sets=("steps=100",)))
         facts = f"It is {settings!r}, and not a unisono.Settings."
-        raise SettingsError("Invalid argument settings of unisono.launch.", facts, do)
-    sizes, stem = numbers(str(ranks), 0, line), _stem()
+        raise SettingsError(f"Invalid argument settings of {line.call}.", facts, do)
+    sizes, stem = numbers(str(ranks), 0, line)._replace(devices=devices), _stem()
     cls = settings if isinstance(settings, type) else type(settings)
     path = Path(run_dir) if run_dir is not None else None
     request = RunRequest(sets=_sets(settings), run_dir=path, resume=resume, json=True)
@@ -102,20 +128,65 @@ def launch(
     if problems + more or loaded is None:
         raise SettingsError.of(problems + more)
     sent = _by_value(main, cls)
-    folder = choose_run_dir(stem, path, resume=resume, line=line)
+    script = partial(_write, sent)
+    return train(script, request, stem, sizes, line, threads=loaded.settings.threads, places=places)
+
+
+def launched_script(
+    target: str,
+    settings: Mapping[str, Any],
+    line: LaunchCall,
+    *,
+    devices: DeviceAssignment = ONE_EACH,
+    places: Places = nullcontext,
+) -> dict[str, Any]:
+    """Train a recipe or a script, as `launch` trains a function. `settings` has values by their dotted names."""
+    sizes = numbers(str(line.ranks), 0, line)._replace(devices=devices)
+    path = Path(line.run_dir) if line.run_dir is not None else None
+    sets = tuple(f"{name}={shown(value)}" for name, value in settings.items())
+    request = RunRequest(sets=sets, run_dir=path, resume=line.resume, json=True)
+    script, threads, *_ = checked(target, sizes.usual, request, line, inspect=False)
+    return train(lambda folder: script, request, script.stem, sizes, line, threads=threads, places=places)
+
+
+def train(
+    script_in: Callable[[Path], Path],
+    request: RunRequest,
+    stem: str,
+    sizes: RankRange,
+    line: LaunchCall,
+    *,
+    threads: int,
+    places: Places,
+) -> dict[str, Any]:
+    """Start the processes of a request that is right, and return the content of result.json when they have ended.
+
+    Args:
+        script_in: returns the script; its argument is the run directory.
+        request: the flags of the run.
+        stem: the name for run directories.
+        sizes: the number of processes.
+        line: the call.
+        threads: the number of threads of each process.
+        places: return a block in which the hosts of the run are ready.
+
+    Raises:
+        RankFailedError: the run fails.
+        KeyboardInterrupt: after Ctrl-C.
+    """
     started = time.time()
-    with lock_run_dir(folder, line):
-        script = _write(folder / "launch", sent)
-        with _shown() as (screen, columns):
-            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False}
-            outcome = run_with_restarts(script, request, folder, sizes, threads=loaded.settings.threads, **show)
+    with places() as hosts:
+        folder = choose_run_dir(stem, request.run_dir, resume=line.resume, line=line)
+        with lock_run_dir(folder, line), _shown() as (screen, columns):
+            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False, "hosts": hosts}
+            outcome = run_with_restarts(script_in(folder), request, folder, sizes, threads=threads, **show)
     if outcome.stopped:
         print(_how_to_resume(folder, line), file=sys.stderr, flush=True)
         raise KeyboardInterrupt
     if outcome.failure is not None:
         raise _error_of(outcome.failure, line)
     result = folder / "result.json"
-    if not result.exists() or (result.stat().st_mtime < started and not resume):
+    if not result.exists() or (result.stat().st_mtime < started and not line.resume):
         log = folder / "log" / "rank-0.log"
         raise SettingsError("The run ended without a result.", "There is no result.json.", f"read {log}")
     content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -134,19 +205,20 @@ def received(script: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class LaunchCall(CommandLine):
-    """A call of `launch`, and changed versions of it that messages propose."""
+    """A call of `launch` or `unisono.ray.run`, and changed versions of it that messages propose."""
 
     name: str = "main"
     ranks: int | str = 1
     run_dir: Any = None
     resume: bool = False
     sets: tuple[str, ...] = ()
+    call: str = "unisono.launch"
 
     def __str__(self) -> str:
         words = [self.name, f"Settings({', '.join(self.sets)})" if self.sets else "settings", f"ranks={self.ranks!r}"]
         words += [f"run_dir={str(self.run_dir)!r}"] if self.run_dir is not None else []
         words += ["resume=True"] if self.resume else []
-        return f"unisono.launch({', '.join(words)})"
+        return f"{self.call}({', '.join(words)})"
 
     def setting(self, *pairs: str, instead_of: str = "") -> LaunchCall:
         return replace(self, sets=(*self.sets, *pairs))
@@ -214,8 +286,9 @@ def _by_value(main: Any, cls: type) -> bytes:
     return cloudpickle.dumps({"path": path, "lines": lines, "main": both.getvalue()})
 
 
-def _write(folder: Path, sent: bytes) -> Path:
+def _write(sent: bytes, run_dir: Path) -> Path:
     """Write the script of the run's processes, and the file that it reads."""
+    folder = run_dir / "launch"
     folder.mkdir(exist_ok=True)
     (folder / "main.pickle").write_bytes(sent)
     write(folder / "main.py", SCRIPT)

@@ -326,8 +326,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, kubernetes, copy, bench, check, prove, audit, replay, report, watch, top, "
-            "doctor, logs, fingerprint, profile, export.",
+            "The commands are run, slurm, kubernetes, ray, copy, bench, check, prove, audit, replay, report, watch, "
+            "top, doctor, logs, fingerprint, profile, export.",
             "unisono --help",
         ),
     ],
@@ -398,6 +398,7 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
     message = (
-        "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a script."
+        "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `check`, `prove`, `audit` and `doctor` pass arguments to a "
+        "script."
     )
     assert message in capsys.readouterr().err

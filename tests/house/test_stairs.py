@@ -45,6 +45,7 @@ STEPS = {
     "cli": 9,
     "entrypoint": 10,
     "notebook": 11,
+    "ray": 12,
     "__main__": 12,
 }
 WITHOUT_TORCH = (

@@ -16,6 +16,7 @@ from cyclopts import App, Group, Parameter
 
 import unisono
 from unisono.cli.clusters.kubernetes_command import kubernetes
+from unisono.cli.clusters.ray_command import ray
 from unisono.cli.clusters.slurm_command import slurm
 from unisono.cli.commands.audit import audit
 from unisono.cli.commands.bench import bench
@@ -47,6 +48,7 @@ Examples:
   unisono run train.py --resume         continue its newest run
   unisono slurm train.py --nodes 2      write a batch script for Slurm
   unisono kubernetes train.py --image I write manifests for a cluster
+  unisono ray train.py --ranks 8        train in actors of Ray
   unisono copy text train.py            copy a recipe, to change it
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
@@ -80,6 +82,11 @@ SLURM = """\
   unisono slurm train.py --gpus-per-node 8 --partition gpu --submit
   unisono slurm train.py --array 0-7 --set seed=%a
   unisono slurm text --nodes 2 --sbatch mem=64G --write job.sbatch
+"""
+RAY = """\
+  unisono ray train.py --ranks 8         where a cluster is running
+  unisono ray train.py --ranks 8 --gpus-per-rank 1 --strategy STRICT_PACK
+  unisono ray text --ranks 2 --address local
 """
 COPY = """\
   unisono copy text                      to text.py in the working directory
@@ -154,6 +161,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (run, TRAIN, RUN),
     (slurm, TRAIN, SLURM),
     (kubernetes, TRAIN, KUBERNETES),
+    (ray, TRAIN, RAY),
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (check, VERIFY, CHECK),
@@ -235,12 +243,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, check, prove, audit, doctor):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `check`, `prove`, `audit` and `doctor` pass arguments to a "
-            "script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `check`, `prove`, `audit` and `doctor` pass arguments "
+            "to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

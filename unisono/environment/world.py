@@ -27,11 +27,13 @@ class DeviceAssignment(NamedTuple):
     first_on_cpu      first of the ranks that compute on the CPU, while others use accelerators
     end_on_cpu        the rank behind the last of these
     ranks_per_device  number of ranks that share an accelerator
+    sees_only_own     whether a process sees no accelerator but its own
     """
 
     first_on_cpu: int = 0
     end_on_cpu: int = 0
     ranks_per_device: int = 1
+    sees_only_own: bool = False
 
     @property
     def cpu_ranks(self) -> int:
@@ -42,6 +44,8 @@ class DeviceAssignment(NamedTuple):
         """Return the index of the accelerator of a rank; None for the CPU."""
         if self.first_on_cpu <= rank < self.end_on_cpu:
             return None
+        if self.sees_only_own:
+            return 0
         return (local_rank - (self.cpu_ranks if rank >= self.end_on_cpu else 0)) // self.ranks_per_device
 
 

@@ -8,7 +8,8 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from unisono.cli.inspect.watch import watched
 from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
-from unisono.cli.request.restarts import RankRange, run_with_restarts
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
 from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_run_dir, newest_run
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -86,19 +87,55 @@ def run(
     if several.is_agent:
         with ended_by_sigterm():
             return several.serve()
+    return launched(
+        target,
+        sizes._replace(devices=DeviceAssignment(ranks_per_device=ranks_per_device)),
+        request,
+        line,
+        cpu_ranks=cpu_ranks,
+        no_dry_run=no_dry_run,
+        watch=watch,
+        places=lambda: nullcontext(several.places(count)),
+    )
+
+
+def launched(
+    target: str,
+    sizes: RankRange,
+    request: RunRequest,
+    line: CommandLine,
+    *,
+    cpu_ranks: int = 0,
+    no_dry_run: bool = False,
+    watch: bool = False,
+    places: Callable[[], AbstractContextManager[Hosts | None]] = nullcontext,
+) -> int:
+    """Check a request, start its processes, and return the exit status when they have ended.
+
+    Args:
+        target: the name of a recipe, or the path of a script.
+        sizes: the number of processes, and how they share devices.
+        request: the flags of the run.
+        line: the typed command, for messages.
+        cpu_ranks: the number of processes that compute on the CPU.
+        no_dry_run: whether the dry run is skipped.
+        watch: whether the report is served.
+        places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
+    """
+    count = sizes.usual
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
-    sizes = sizes._replace(devices=DeviceAssignment(*on_cpu, ranks_per_device))
+    sizes = sizes._replace(devices=sizes.devices._replace(first_on_cpu=on_cpu[0], end_on_cpu=on_cpu[1]))
     if unsure and not no_dry_run and not _fits(script, threads, sizes, request, line):
         return _stopped_before_the_start(line, request)
-    is_new = request.run_dir is None or not request.run_dir.exists()
-    run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
-    started = time.time()
-    with ended_by_sigterm(), lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
-        before = _start_mark(run_dir)
-        request_typed, where = replace(request, typed=str(line)), several.places(count)
-        outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
-        joined = _start_mark(run_dir) != before
+    is_new, started = request.run_dir is None or not request.run_dir.exists(), time.time()
+    with ended_by_sigterm(), places() as where:
+        run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
+        with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
+            before = _start_mark(run_dir)
+            request_typed = replace(request, typed=str(line))
+            outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
+            joined = _start_mark(run_dir) != before
     _explain_end(script, count, line, run_dir, outcome, joined=joined, is_new=is_new)
     if request.json:
         in_line = outcome.in_line and not _stopped_late(outcome)

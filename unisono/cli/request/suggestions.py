@@ -63,7 +63,8 @@ WHOLE = Parameter(converter=_whole)
 
 OPERANDS = {
     **dict.fromkeys(
-        ["run", "slurm", "kubernetes", "check", "prove"], ("the name of a recipe, or the path of a script", "text")
+        ["run", "slurm", "kubernetes", "ray", "check", "prove"],
+        ("the name of a recipe, or the path of a script", "text"),
     ),
     "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
     "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
@@ -163,7 +164,7 @@ class Suggestions:
 
     @property
     def _takes_script_arguments(self) -> bool:
-        return self.command[0] == "python" or self._verb in ("run", "slurm")
+        return self.command[0] == "python" or self._verb in ("run", "slurm", "ray")
 
     def _launcher_flag(self) -> launcher_flags.Answer | None:
         """Answer a flag of another launcher: --nnodes 2, --local_rank 0, -np 4."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from unisono.environment import World, variables
 from unisono.errors import Problem, SettingsError
+from unisono.launcher.hosts.awaited_host import AwaitedHost, Order
 from unisono.launcher.hosts.host_differences import CONNECT_SECONDS, differences, why_unreachable
 from unisono.launcher.hosts.host_facts import facts_of
 from unisono.launcher.hosts.host_list import ListedHost
@@ -44,6 +45,9 @@ class Connector(Protocol):
         thread.
         """
 
+    def renew(self, host: int) -> bool:
+        """Begin to replace a lost host. Return whether `on_return` will get a connection, perhaps much later."""
+
 
 class SshConnector:
     """Start an agent on each host with ssh.
@@ -62,6 +66,9 @@ class SshConnector:
         self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
     ) -> Iterator[Mapping[int, Link]]:
         yield {n: SshLink(agent_command(host.name, os.getcwd(), ssh=self._ssh)) for n, host in hosts.items()}
+
+    def renew(self, host: int) -> bool:
+        return False
 
 
 class Slot(NamedTuple):
@@ -92,6 +99,7 @@ class Cluster:
         self.status = 1
         self.lost: set[str] = set()
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
+        self._awaited: dict[int, AwaitedHost] = {}
         self._lost: list[RemoteHost] = []  # those that came back
         self._changing, self._is_closed = threading.Lock(), False
         self._facts: dict[int, Mapping[str, Any]] = {}
@@ -152,11 +160,16 @@ class Cluster:
                     "\n".join(str(problem) for problem in problems) or f"Host {name} came back, and is lost again."
                 )
                 host.close(self.status)
+                if number in self._awaited:
+                    self._awaited.pop(number).give_up()
                 return
             before = self._remote[number]
             before.link.kill()  # it may not have been silent for long enough to count as lost
             self._lost.append(before)
             self._facts[number], self._remote[number] = facts, host
+            awaited = self._awaited.pop(number, None)
+        if awaited is not None:
+            awaited.arrive(host)
         self._watch_splits()
         self._say(f"Host {name} is back.")
 
@@ -204,7 +217,9 @@ class Cluster:
         """Return the place of a process in the run, on its host."""
         host, local_rank = self._taken[number]
         name = str(self._facts[host]["host"])
-        size = max(1, self._starting[host], local_rank + 1)
+        same = [each for each, facts in self._facts.items() if facts["host"] == name]  # names of one machine
+        local_rank += sum(self.listed[each].slots for each in same if each < host)
+        size = max(1, sum(self._starting[each] for each in same), local_rank + 1)
         return replace(world, host=name, local_rank=local_rank, local_size=size)
 
     def environment(self, number: int) -> dict[str, str]:
@@ -230,7 +245,8 @@ class Cluster:
 
     def start(self, number: int, world: World) -> Callable[[WorkerSpec], Handle]:
         """Return what starts a process on its host."""
-        remote = self._remote.get(self._taken[number].host)
+        host = self._taken[number].host
+        remote = self._awaited.get(host) or self._remote.get(host)
         return self._start_here if remote is None else partial(remote.start, number, asdict(world))
 
     def _start_here(self, spec: WorkerSpec) -> LocalHandle:
@@ -238,12 +254,22 @@ class Cluster:
         self._handles.append(handle)
         return handle
 
+    def _complete(self, number: int, order: Order) -> Order:
+        """Return the order that starts a process, for the host that is there now."""
+        world = asdict(self.world(number, World(**order["world"])))
+        return {**order, "world": world, "environment": {**order["environment"], **self.environment(number)}}
+
     def replace(self, number: int, replaced: int) -> None:
         """Find a place for process `number`, which replaces another one: the same, or on another host if it is lost."""
         before = self._taken.pop(replaced)
         if not self._is_lost(before.host):
             self._taken[number] = before
             return
+        with self._changing:
+            if self._connector.renew(before.host):
+                self._awaited[before.host] = AwaitedHost(self.listed[before.host].name, self._complete)
+                self._taken[number] = before
+                return
         taken = set(self._taken.values())
         alive = [host for host in range(len(self.listed)) if not self._is_lost(host)]
         free = [Slot(host, n) for host in alive for n in range(self.listed[host].slots) if Slot(host, n) not in taken]
@@ -253,7 +279,9 @@ class Cluster:
         self._taken[number] = free[0]
 
     def _is_lost(self, host: int) -> bool:
-        return bool(self._remote[host].lost) if host in self._remote else self._is_ended_here
+        if host in self._remote:
+            return host not in self._awaited and bool(self._remote[host].lost)
+        return self._is_ended_here
 
     def __str__(self) -> str:
         """Return hosts, processes and interfaces in a line."""

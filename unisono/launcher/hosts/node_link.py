@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from unisono.errors import SettingsError, UnreachableHostError
 from unisono.launcher.elastic_policy import socket_folder
@@ -138,6 +138,9 @@ class NodeConnector:
                 ended.set()
                 waiter.join()
 
+    def renew(self, host: int) -> bool:
+        return False  # it comes back when its command is started again
+
     def _listen(self) -> socket.socket:
         error = f"Node 0 cannot wait for the others at {self._at}."
         try:
@@ -159,7 +162,7 @@ def _next_node(listener: socket.socket) -> tuple[int, SocketLink] | None:
     except TimeoutError:
         return None
     connection.settimeout(None)
-    return _hello_of(connection), SocketLink(connection)
+    return int(hello_of(connection).get("node", -1)), SocketLink(connection)
 
 
 def _wait_for_returns(
@@ -177,8 +180,8 @@ def _wait_for_returns(
             found[1].close()
 
 
-def _hello_of(connection: socket.socket) -> int:
-    """Return the number of the node that has connected; -1 if it is none."""
+def hello_of(connection: socket.socket) -> Mapping[str, Any]:
+    """Return the first message of an agent that has connected; {} if it is none."""
     stream = MessageStream(connection.fileno(), connection.fileno())
     messages: list[Message] | None = []
     until = time.monotonic() + HELLO_SECONDS
@@ -187,7 +190,7 @@ def _hello_of(connection: socket.socket) -> int:
             messages = stream.receive()
     except ValueError:
         messages = None
-    return int(messages[0].values.get("node", -1)) if messages else -1
+    return messages[0].values if messages else {}
 
 
 def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int:

@@ -45,6 +45,14 @@ class Link(Protocol):
         """Wait until it has ended, and release it."""
 
 
+class SignalReceiver(Protocol):
+    """A host to which signals for its processes are sent."""
+
+    name: str
+
+    def send(self, data: bytes = b"", **values: Any) -> None: ...
+
+
 class RemoteProcess:
     """A process on another host, as the supervisor sees it (worker_process.Handle).
 
@@ -56,7 +64,7 @@ class RemoteProcess:
         record: the failure record, a file of the launcher.
     """
 
-    def __init__(self, host: RemoteHost, number: int, record: Path) -> None:
+    def __init__(self, host: SignalReceiver, number: int, record: Path) -> None:
         self.host, self.number, self.record = host, number, record
         self.where = f" on {host.name}"
         self.returncode: int | Any = None
@@ -171,14 +179,23 @@ class RemoteHost:
 
     def start(self, number: int, world: Mapping[str, Any], spec: WorkerSpec) -> RemoteProcess:
         """Start a process there. `world`: its place in the run."""
-        process = self._processes[number] = RemoteProcess(self, number, spec.record)
+        process = RemoteProcess(self, number, spec.record)
+        self.adopt(process, self.order_of(world, spec))
+        return process
+
+    @staticmethod
+    def order_of(world: Mapping[str, Any], spec: WorkerSpec) -> dict[str, Any]:
+        """Return the message that starts a process."""
+        order: dict[str, Any] = {"world": dict(world), "log": str(spec.log.absolute())}
+        return order | {"command": list(spec.command), "environment": dict(spec.environment)}
+
+    def adopt(self, process: RemoteProcess, order: Mapping[str, Any]) -> None:
+        """Start a process there that exists here already."""
+        process.host, self._processes[process.number] = self, process
         if self.lost:
             process.end(-signal.SIGKILL)
-            return process
-        order: dict[str, Any] = {"world": dict(world), "log": str(spec.log.absolute())}
-        order |= {"command": list(spec.command), "environment": dict(spec.environment)}
-        self.send(start=number, **order)
-        return process
+        else:
+            self.send(start=process.number, **order)
 
     def send(self, data: bytes = b"", **values: Any) -> None:
         """Send a message to the agent. An error is ignored: the end of the connection is noticed elsewhere."""

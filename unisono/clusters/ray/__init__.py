@@ -1,0 +1,1 @@
+"""Run the processes of a run in actors of Ray: one actor a process, in a placement group."""

@@ -1,0 +1,80 @@
+"""The agent in an actor of Ray: it serves the launcher, as agents on other hosts do (launcher/hosts/host_agent.py).
+
+    launcher ◀══ TCP, to its port ══ agent ──▶ process
+                     worker of Ray ──stdin──▶ agent: its end is that of the actor
+
+It prints the output of its process, too, so that Ray has it in the log of the actor (`ray logs`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from unisono.clusters.ray.rank_actor import AgentOrder
+from unisono.launcher.elastic_policy import socket_folder
+from unisono.launcher.hosts.host_agent import HostAgent
+from unisono.launcher.hosts.message_stream import MessageStream
+
+CONNECT_SECONDS = 20.0
+"""Time limit for the connection to the launcher."""
+
+CANNOT_REACH = 3
+"""Exit status of an agent that could not connect."""
+
+
+class ActorStream(MessageStream):
+    """The connection to the launcher. It prints output, and names the host after the node of Ray.
+
+    Args:
+        connection: the socket.
+        node: the id of the node. Several nodes may have one host name: in containers, and in tests.
+    """
+
+    def __init__(self, connection: socket.socket, node: str) -> None:
+        super().__init__(connection.fileno(), connection.fileno())
+        self._node = node
+
+    def send(self, data: bytes = b"", **values: Any) -> None:
+        if "output" in values:
+            with contextlib.suppress(OSError):  # the disk with Ray's logs is full
+                os.write(1, data)
+        if "facts" in values:
+            facts = values["facts"]
+            values["facts"] = {**facts, "host": f"{facts['host']}-{self._node[:8]}"}
+        super().send(data, **values)
+
+
+def main() -> int:
+    """Serve the launcher. Return the exit status."""
+    order = AgentOrder(*json.loads(sys.stdin.readline()))
+    try:
+        connection = socket.create_connection((order.address, order.port), timeout=CONNECT_SECONDS)
+    except OSError as error:
+        print(f"Cannot reach {order.address}, port {order.port}: {error.strerror or error}.", file=sys.stderr)
+        return CANNOT_REACH
+    connection.settimeout(None)
+    threading.Thread(target=_end_with_actor, args=(connection,), name="actor", daemon=True).start()
+    peer, own = connection.getpeername()[0], connection.getsockname()[0]
+    stream = ActorStream(connection, order.node)
+    with connection, socket_folder() as folder:
+        stream.send(node=order.number, token=order.token)
+        HostAgent(stream, Path(folder), reached_at=(peer, own)).serve()
+    return 0
+
+
+def _end_with_actor(connection: socket.socket) -> None:
+    """End the connection, and with it the agent, when the actor has ended."""
+    sys.stdin.read()
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
