@@ -1,16 +1,18 @@
-"""Compare samples per second with DistributedDataParallel on two hosts that a link of 1 Gbit/s joins.
+"""Compare samples per second with DistributedDataParallel on hosts with links of 1 Gbit/s.
 
     python -m benchmarks.host_speed            about fifteen minutes; needs root, iproute2 and two cores
     python -m benchmarks.host_speed --quick    a smoke test
 
 The hosts are network namespaces (tests/network/hosts.py), and `tc` limits what each sends and receives. Each host has a
 core of its own, and torchrun starts its processes. The loops alternate step by step (turns.py): ours with
-exchange=tree, and DistributedDataParallel as in exchange.py. There are three scenes:
+exchange=tree, and DistributedDataParallel as in exchange.py. The scenes:
 
     1 x 2           one process on each host
     2 x 2           two processes on each host, which share its core
     one slow host   one process on each host; on the core of the second host, two other programs compute all the time,
                     so the process there has a third of the core
+    one slow link   four hosts that share two cores, one process on each; the link of the last one has a tenth of the
+                    rate. A third loop is ours as if all links were alike ("even")
 
 The figure is the time of DistributedDataParallel's step over ours, so our samples per second over its samples per
 second. The model is the GPT of exchange.py: 10.7 M parameters, 43 MB of gradient, 16 lines of 128 bytes a step.
@@ -24,7 +26,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,12 +35,12 @@ import torch
 from benchmarks.exchange import build
 from benchmarks.machine import parser, show
 from benchmarks.tasks import TASKS
-from benchmarks.turns import Comparison, Turns, measure, run_loops, table
+from benchmarks.turns import Comparison, LoopContext, LoopStep, Turns, measure, ours, run_loops, table
 from tests.network.hosts import ROOT, Host, hosts, missing
 from unisono.environment import World, inherited
 
 BITS_PER_SECOND = 1e9
-HOSTS = 2
+CORES = 2
 PORT = 29500
 LIMIT_SECONDS = 900.0
 BUSY = "while True: pass"
@@ -52,27 +54,39 @@ class Scene:
 
     Args:
         processes: Processes of the run on each host.
+        hosts: How many there are.
         others: Programs that compute all the time on the core of the last host.
+        slow_link: The rate of the last host's link, over that of the others.
         virtual_ranks: V.
         warm_up: Steps that do not count.
     """
 
     processes: int
+    hosts: int = 2
     others: int = 0
+    slow_link: float = 1.0
     virtual_ranks: int = 8
     warm_up: int = 3
 
     @property
     def comparison(self) -> Comparison:
         # the baseline is ours: the ratio of times is the ratio of samples per second the other way round
-        return Comparison("host_speed", {"DDP": "tree"}, build, HOSTS * self.processes, self.warm_up)
+        baselines = {"DDP": "tree"} if self.slow_link == 1 else {"DDP": "tree", "even": "tree"}
+        return Comparison("host_speed", baselines, build_loop, self.hosts * self.processes, self.warm_up)
 
 
 SCENES = {
     "1 x 2": Scene(1),
     "2 x 2": Scene(2),
     "one slow host": Scene(1, others=2, warm_up=20),  # by then virtual ranks have moved
+    "one slow link": Scene(1, hosts=4, slow_link=0.1),
 }
+
+
+def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
+    if loop == "even":
+        return ours(context, context.settings, replace(context.group, links=()), loop)
+    return build(context, loop)
 
 
 @contextmanager
@@ -86,17 +100,20 @@ def others_on(host: Host, core: int, count: int) -> Iterator[None]:
 
 
 def run_on_hosts(scene: str, turns: Turns) -> Any:
-    """Run the loops on two hosts, and return what rank 0 has measured."""
-    with hosts(HOSTS, shared=[turns.folder], bits_per_second=BITS_PER_SECOND) as every:
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS), "--master-addr", every[0].name]
-        words += ["--master-port", str(PORT), "--nproc-per-node", str(SCENES[scene].processes)]
+    """Run the loops on the hosts of a scene, and return what rank 0 has measured."""
+    here = SCENES[scene]
+    with hosts(here.hosts, shared=[turns.folder], bits_per_second=BITS_PER_SECOND) as every:
+        if here.slow_link < 1:
+            every[-1].link(bits_per_second=here.slow_link * BITS_PER_SECOND)
+        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(every))]
+        words += ["--master-addr", every[0].name, "--master-port", str(PORT), "--nproc-per-node", str(here.processes)]
         script = ["-m", "benchmarks.host_speed", "--process", json.dumps([scene, *turns[1:]])]
         options: dict[str, Any] = {"env": inherited({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}), "cwd": ROOT}
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with others_on(every[-1], HOSTS - 1, SCENES[scene].others):
+        with others_on(every[-1], CORES - 1, here.others):
             running = [
-                host.start(["taskset", "-c", str(core), *words, "--node-rank", str(core), *script], **options)
-                for core, host in enumerate(every)
+                host.start(["taskset", "-c", str(node % CORES), *words, "--node-rank", str(node), *script], **options)
+                for node, host in enumerate(every)
             ]
             outputs = [process.communicate(timeout=LIMIT_SECONDS) for process in running]
     lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith(READY)]
