@@ -39,7 +39,6 @@ from benchmarks.turns import Comparison, LoopContext, LoopStep, Turns, measure, 
 from tests.network.hosts import ROOT, Host, hosts, missing
 from unisono.environment import World, inherited
 
-BITS_PER_SECOND = 1e9
 CORES = 2
 PORT = 29500
 LIMIT_SECONDS = 900.0
@@ -99,12 +98,12 @@ def others_on(host: Host, core: int, count: int) -> Iterator[None]:
         yield
 
 
-def run_on_hosts(scene: str, turns: Turns) -> Any:
+def run_on_hosts(scene: str, bits: float, turns: Turns) -> Any:
     """Run the loops on the hosts of a scene, and return what rank 0 has measured."""
     here = SCENES[scene]
-    with hosts(here.hosts, shared=[turns.folder], bits_per_second=BITS_PER_SECOND) as every:
+    with hosts(here.hosts, shared=[turns.folder], bits_per_second=bits) as every:
         if here.slow_link < 1:
-            every[-1].link(bits_per_second=here.slow_link * BITS_PER_SECOND)
+            every[-1].link(bits_per_second=here.slow_link * bits)
         words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(every))]
         words += ["--master-addr", every[0].name, "--master-port", str(PORT), "--nproc-per-node", str(here.processes)]
         script = ["-m", "benchmarks.host_speed", "--process", json.dumps([scene, *turns[1:]])]
@@ -137,6 +136,7 @@ def main() -> None:
     flags.add_argument("--steps", type=int, default=12, help="steps of each loop in a round (12)")
     flags.add_argument("--scene", choices=list(SCENES), help="only this scene")
     flags.add_argument("--model", choices=list(TASKS), default="GPT", help="the model (GPT)")
+    flags.add_argument("--megabits", type=float, default=1000.0, help="rate of a link in Mbit/s (1000)")
     flags.add_argument("--process", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.process:
@@ -149,7 +149,7 @@ def main() -> None:
     lines: list[str] = []
     for scene in [args.scene] if args.scene else SCENES:
         comparison, ranks = SCENES[scene].comparison, SCENES[scene].virtual_ranks
-        found = measure(comparison, args.model, ranks, rounds, steps, partial(run_on_hosts, scene))
+        found = measure(comparison, args.model, ranks, rounds, steps, partial(run_on_hosts, scene, 1e6 * args.megabits))
         rows.append({"scene": scene} | found)
         lines += [scene, table(comparison, rows[-1:])]
         print("\n".join(lines[-2:]), file=sys.stderr, flush=True)
