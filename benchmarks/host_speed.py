@@ -13,6 +13,8 @@ exchange=tree, and DistributedDataParallel as in exchange.py. The scenes:
                     so the process there has a third of the core
     one slow link   four hosts that share two cores, one process on each; the link of the last one has a tenth of the
                     rate. A third loop is ours as if all links were alike ("even")
+    wide            two processes on each host: exchange=wide, which adds up the processes of a host first, and the
+                    same with the all-reduce of gloo over all processes ("wide, library")
 
 The figure is the time of DistributedDataParallel's step over ours, so our samples per second over its samples per
 second. The model is the GPT of exchange.py: 10.7 M parameters, 43 MB of gradient, 16 lines of 128 bytes a step.
@@ -24,9 +26,9 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +58,8 @@ class Scene:
         hosts: How many there are.
         others: Programs that compute all the time on the core of the last host.
         slow_link: The rate of the last host's link, over that of the others.
+        baselines: The loops, as in Comparison. The baseline is ours: a ratio of times is then the ratio of samples per
+            second the other way round.
         virtual_ranks: V.
         warm_up: Steps that do not count.
     """
@@ -64,27 +68,31 @@ class Scene:
     hosts: int = 2
     others: int = 0
     slow_link: float = 1.0
+    baselines: Mapping[str, str] = field(default_factory=lambda: {"DDP": "tree"})
     virtual_ranks: int = 8
     warm_up: int = 3
 
     @property
     def comparison(self) -> Comparison:
-        # the baseline is ours: the ratio of times is the ratio of samples per second the other way round
-        baselines = {"DDP": "tree"} if self.slow_link == 1 else {"DDP": "tree", "even": "tree"}
-        return Comparison("host_speed", baselines, build_loop, self.hosts * self.processes, self.warm_up)
+        return Comparison("host_speed", self.baselines, build_loop, self.hosts * self.processes, self.warm_up)
 
 
 SCENES = {
     "1 x 2": Scene(1),
     "2 x 2": Scene(2),
     "one slow host": Scene(1, others=2, warm_up=20),  # by then virtual ranks have moved
-    "one slow link": Scene(1, hosts=4, slow_link=0.1),
+    "one slow link": Scene(1, hosts=4, slow_link=0.1, baselines={"DDP": "tree", "even": "tree"}),
+    "wide": Scene(2, baselines={"wide, library": "wide"}),
 }
 
 
 def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
+    group, settings = context.group, context.settings
     if loop == "even":
-        return ours(context, context.settings, replace(context.group, links=()), loop)
+        return ours(context, settings, replace(group, links=()), loop)
+    if loop.startswith("wide"):
+        placed = group if loop == "wide" else replace(group, neighbors={}, hosts=())
+        return ours(context, replace(settings, exchange="wide"), placed, loop)
     return build(context, loop)
 
 
