@@ -167,16 +167,37 @@ def full_tensor(p: Any) -> torch.Tensor:
     return full.flatten()
 
 
-def measure(comparison: Comparison, name: str, virtual_ranks: int, rounds: int, steps: int) -> dict[str, Any]:
+class Turns(NamedTuple):
+    """One run of a comparison: the arguments of `run_loops` that are equal on all processes."""
+
+    comparison: Comparison
+    name: str
+    virtual_ranks: int
+    round_number: int
+    steps: int
+    folder: str
+
+
+def run_here(turns: Turns) -> Any:
+    """Run a comparison in new processes of this machine, and return what `run_loops` returns on rank 0."""
+    return run_ranks(run_loops, turns.comparison.processes, *turns, seconds=550)[0]
+
+
+def measure(
+    comparison: Comparison,
+    name: str,
+    virtual_ranks: int,
+    rounds: int,
+    steps: int,
+    run: Callable[[Turns], Any] = run_here,
+) -> dict[str, Any]:
     """Run a comparison several times, each in new processes, and return a row of the table."""
     seconds: dict[str, list[float]] = {loop: [] for loop in comparison.loops}
     work: dict[str, list[float]] = {loop: [] for loop in comparison.loops}
     found: dict[str, Any] = {}
     for start in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            found = run_ranks(
-                run_loops, comparison.processes, comparison, name, virtual_ranks, start, steps, folder, seconds=550
-            )[0]
+            found = run(Turns(comparison, name, virtual_ranks, start, steps, folder))
         norm = found["norms"][comparison.loops[-1]]
         for loop in comparison.loops:
             if not found["difference"][loop] <= 1e-4 or not math.isclose(found["norms"][loop], norm, rel_tol=1e-4):

@@ -47,15 +47,24 @@ unisono.main(main, unisono.Settings)
 """
 
 
-@pytest.mark.parametrize(("count", "processes"), [(2, 1), (2, 4), (4, 2)])
-def test_a_host_sends_what_one_process_would_send(tmp_path: Path, count: int, processes: int) -> None:
+def bytes_sent(tmp_path: Path, count: int, processes: int, slow_bits: float = 0.0) -> dict[str, float]:
+    """Train on hosts, and check the weights. Return the bytes that each host has sent in a step.
+
+    Args:
+        tmp_path: The folder of the runs.
+        count: Hosts.
+        processes: Processes on each.
+        slow_bits: The rate of the last host's link; the others have ten times as much. 0: no link has a limit.
+    """
     (tmp_path / "train.py").write_text(TRAIN)
     settings = [f"steps={STEPS}", "batch=16", "virtual_ranks=8", "threads=1"]
     words = ["train.py", *[word for value in settings for word in ("--set", value)], "--run-dir"]
     options: dict[str, Any] = {"cwd": tmp_path, "env": with_code(), "stderr": subprocess.PIPE}
     rendezvous = ["--nnodes", str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:29500", "--rdzv-id", "test"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(processes)]
-    with hosts(count, shared=[tmp_path]) as every:
+    with hosts(count, shared=[tmp_path], bits_per_second=10 * slow_bits) as every:
+        if slow_bits:
+            every[-1].link(bits_per_second=slow_bits)
         running = [host.start([*launcher, *words, "several"], **options) for host in every]
         errors = [process.communicate(timeout=400)[1] for process in running]
         assert [process.returncode for process in running] == [0] * count, errors
@@ -64,8 +73,22 @@ def test_a_host_sends_what_one_process_would_send(tmp_path: Path, count: int, pr
     assert several["weights_sha256"] == one["weights_sha256"]
     files = [json.loads(path.read_text()) for path in tmp_path.glob(f"sent-{count * processes}-*.json")]
     sent = {each["host"]: each["bytes"] for each in files}
+    assert len(sent) == count
+    return sent
+
+
+@pytest.mark.parametrize(("count", "processes"), [(2, 1), (2, 4), (4, 2)])
+def test_a_host_sends_what_one_process_would_send(tmp_path: Path, count: int, processes: int) -> None:
+    sent = bytes_sent(tmp_path, count, processes)
     bound = 2 * GRADIENT * (count - 1) / count
     mean = sum(sent.values()) / count
     print(f"\n{count} x {processes}: {mean / 1e6:.1f} MB a host and step, {mean / bound:.3f} of the bound")
-    assert len(sent) == count
     assert 0.98 * bound <= mean <= 1.05 * bound
+
+
+def test_a_slow_link_carries_one_gradient_in_place_of_one_and_a_half(tmp_path: Path) -> None:
+    """The host sends its partial sums only, and owns no part of the gradient."""
+    sent = bytes_sent(tmp_path, 4, 1, slow_bits=2e8)
+    print("\nthe link of d at 0.1:", {name: round(count / GRADIENT, 3) for name, count in sent.items()}, "gradients")
+    assert 0.98 * GRADIENT <= sent["d"] <= 1.05 * GRADIENT
+    assert all(1.6 * GRADIENT <= count <= 1.75 * GRADIENT for name, count in sent.items() if name != "d")

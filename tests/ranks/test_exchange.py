@@ -96,10 +96,12 @@ def run_exchange(
     bucket_bytes: int,
     hosts: str = "aaaaaaaa",
     sparsely: bool = False,
+    links: tuple[float, ...] = (),
 ) -> Any:
     with join(world) as group:
         params = parameters()
-        exchange = with_bucket_bytes(TreeExchange(params, virtual_ranks, on_hosts(group, hosts)), bucket_bytes)
+        placed = replace(on_hosts(group, hosts), links=links)
+        exchange = with_bucket_bytes(TreeExchange(params, virtual_ranks, placed), bucket_bytes)
         return [step(exchange, params, spans, pieces, group.rank, sparsely and i > 0) for i in range(3)]
 
 
@@ -126,6 +128,16 @@ def test_the_sum_is_that_of_the_tree(hosts: str, virtual_ranks: int, pieces: int
     counts = dict.fromkeys(range(virtual_ranks), pieces)
     expected, spans = expected_gradients(virtual_ranks, counts), assign_evenly(virtual_ranks, len(hosts))
     for rank in run_ranks(run_exchange, len(hosts), virtual_ranks, spans, counts, bucket_bytes, hosts):
+        for grads in rank:
+            assert grads == expected
+
+
+@pytest.mark.parametrize(("hosts", "links"), [("abc", (10.0, 10.0, 1.0)), ("aabc", (1.0, 1.0, 10.0, 6.0))])
+def test_links_of_unlike_speed_give_the_same_sum(hosts: str, links: tuple[float, ...]) -> None:
+    """The first or last host owns no part of the gradient, or a small one."""
+    counts = dict.fromkeys(range(8), 2)
+    expected, spans = expected_gradients(8, counts), assign_evenly(8, len(hosts))
+    for rank in run_ranks(run_exchange, len(hosts), 8, spans, counts, 600, hosts, False, links):
         for grads in rank:
             assert grads == expected
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.ranks import loops
+from tests.ranks.test_exchange import on_hosts
 from tests.ranks.test_same_bits import assert_same, results
 from tests.ranks.training import settings, train
 from unisono.config import ParallelSettings
@@ -23,6 +24,7 @@ from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World
 from unisono.exchange import reproducible_sum
+from unisono.exchange.float64_sums import HostSums
 from unisono.exchange.reproducible_sum import UNKNOWN, ReproducibleSum, next_exponent
 from unisono.plan.assignment import assign_evenly
 from unisono.testing import run_ranks
@@ -80,10 +82,11 @@ def alternating_scale(step: int, virtual_rank: int) -> torch.Tensor:
     return cancelling(step, virtual_rank) * 10.0 ** (12 * (step % 2))
 
 
-def run_sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
+def run_sums(world: World, gradients: Any, steps: int = 4, hosts: str = "") -> list[list[float]]:
     with join(world) as group:
         p = nn.Parameter(torch.zeros(WIDTH))
-        exchange = ReproducibleSum([p], LEAVES, group)
+        exchange = ReproducibleSum([p], LEAVES, on_hosts(group, hosts) if hosts else group)
+        assert isinstance(exchange.sums, HostSums) == bool(hosts)
         spans = assign_evenly(LEAVES, group.size)
         mine = range(*spans[group.rank])
         out = []
@@ -101,6 +104,13 @@ def run_sums(world: World, gradients: Any, steps: int = 4) -> list[list[float]]:
             exchange.zero()
         exchange.close()
         return out
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+@pytest.mark.parametrize("gradients", [cancelling, alternating_scale])
+def test_sums_host_by_host_have_the_same_bits(hosts: str, gradients: Any) -> None:
+    alone = run_ranks(run_sums, 1, gradients)[0]
+    assert run_ranks(run_sums, len(hosts), gradients, 4, hosts) == [alone] * len(hosts)
 
 
 def plain_float64(step: int, order: Sequence[int]) -> list[float]:

@@ -21,6 +21,7 @@ from unisono.config.wording import plural
 from unisono.distributed import existing_group
 from unisono.distributed.backends.backend_choice import AUTO, RELIED_ON, choose_transport
 from unisono.distributed.backends.operations_test import require_operations
+from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup
@@ -233,7 +234,8 @@ def build_group(
     """Return the group of the run's processes, whose torch group exists. Collective."""
     group = ProcessGroup(world.rank, world.size, device, mixed, staged, backend=backend)
     pids, hosts = find_neighbors(group)
-    return replace(group, neighbors=pids, hosts=hosts)
+    group = replace(group, neighbors=pids, hosts=hosts)
+    return replace(group, links=find_links(group))
 
 
 def new_line_group(

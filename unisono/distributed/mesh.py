@@ -55,6 +55,7 @@ class Mesh:
         for line, names in ((self.replicate, ["replicate"]), (self.shard, ["shard"])):
             new = _line(self.axes, self.world, *names)
             line.regroup(new.rank, new.size, new.neighbors, new.hosts, new.members, new.handle)
+            line.links = new.links
         handles: dict[str, Any] = {}
         for name in self.device_mesh.mesh_dim_names or ():
             handles[name] = getattr(self, name).handle or dist.group.WORLD
@@ -158,5 +159,5 @@ def _line(axes: MeshShape, world: ProcessGroup, *names: str) -> ProcessGroup:
     line = ProcessGroup(
         rank, size, world.device, world.mixed, world.staged, neighbors, hosts, mine, handle, world.monitor
     )
-    line.backend = world.backend
+    line.backend, line.links = world.backend, tuple(world.links[member] for member in mine if world.links)
     return line

@@ -187,6 +187,7 @@ class ProcessGroup:
         handle: torch's group; None for that of the whole run.
         monitor: detects lost peers; None if a lost peer ends the run.
         backend: the name of torch's back end.
+        links: bytes per second of the link of each rank's host, equal on all processes (link_rates.py); empty: unknown.
     """
 
     rank: int = 0
@@ -200,6 +201,7 @@ class ProcessGroup:
     handle: dist.ProcessGroup | None = None
     monitor: PeerMonitor | None = None
     backend: str = "gloo"
+    links: tuple[float, ...] = ()
 
     def regroup(
         self,
@@ -210,7 +212,8 @@ class ProcessGroup:
         members: tuple[int, ...] = (),
         handle: dist.ProcessGroup | None = None,
     ) -> None:
-        """Replace the processes of the group."""
+        """Replace the processes of the group. The rates of their links become unknown."""
+        self.links = ()
         self.rank, self.size, self.neighbors, self.hosts = rank, size, neighbors, hosts
         self.members, self.handle = members, handle
 

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,19 @@ IN_FLIGHT = 3
 """Pieces in progress at the same time: one arrives while another is added."""
 
 
-def ring_all_reduce_(group: ProcessGroup, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> torch.Tensor:
+class Ring(Protocol):
+    """Processes in a ring. A peer is its place in it."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]: ...
+
+
+def ring_all_reduce_(group: Ring, flat: torch.Tensor, piece_bytes: int = PIECE_BYTES) -> torch.Tensor:
     """Sum `flat` [n] over all processes, in place. Collective."""
     size, rank = group.size, group.rank
     if size == 1 or not len(flat):
@@ -97,6 +110,10 @@ def _receive_buffers(piece: torch.Tensor, count: int) -> torch.Tensor:
     return found[: count * len(piece)].view(count, len(piece))
 
 
+Operation = Callable[[ProcessGroup, torch.Tensor], Any]
+"""Sums a tensor over the processes of a group, in place."""
+
+
 class TransferWork(NamedTuple):
     """A tensor whose all-reduce is in progress in a thread."""
 
@@ -119,17 +136,17 @@ class TransferThread:
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.users = 0
-        self._waiting: queue.SimpleQueue[tuple[torch.Tensor, TransferWork] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[Operation, torch.Tensor, TransferWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, flat: torch.Tensor) -> Work:
+    def begin(self, flat: torch.Tensor, operation: Operation = ring_all_reduce_) -> Work:
         """Start to sum `flat` [n] over all processes, in place."""
         if self._thread is None:
             # a daemon, so that a process which fails elsewhere ends, instead of waiting for peers that wait for it
             self._thread = threading.Thread(target=self._run, name="ring", daemon=True)
             self._thread.start()
         work = TransferWork(threading.Event(), [])
-        self._waiting.put((flat, work))
+        self._waiting.put((operation, flat, work))
         return work
 
     def close(self) -> None:
@@ -143,14 +160,14 @@ class TransferThread:
         if self.group.device.type != "cpu":
             torch.accelerator.set_device_index(self.group.device)  # each thread has its own current device
         while (next_ := self._waiting.get()) is not None:
-            flat, work = next_
+            operation, flat, work = next_
             try:
-                ring_all_reduce_(self.group, flat)
+                operation(self.group, flat)
             except BaseException as error:  # raised by work.wait()
                 work.error.append(error)
             finally:
                 work.done.set()
-            del flat, next_  # free the memory now, not at the next tensor
+            del operation, flat, next_  # free the memory now, not at the next tensor
 
 
 _threads: dict[Any, TransferThread] = {}

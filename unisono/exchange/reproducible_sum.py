@@ -29,7 +29,7 @@ element is made 2^-52 larger, and there are no ties. (Demmel and Nguyen, Paralle
 Transactions on Computers 2015, have windows at fixed places, and therefore need two for each sum at all times.)
 
 Memory, in gradient copies: two for the sum, one for the result, one for a leaf, for any number of virtual ranks.
-Traffic is twice that of an all-reduce.
+Traffic is twice that of an all-reduce. Several processes of a host add up in shared memory first (float64_sums.py).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from unisono.errors import LoopError
 from unisono.exchange.base import Spans, Weights, all_reduce_bytes
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
 from unisono.exchange.buckets import BucketLayout, blocks, finite
+from unisono.exchange.float64_sums import build_sums
 from unisono.exchange.gradient_accumulation import FlatGradient, LooseGradient
 
 ROOM = 8
@@ -92,7 +93,7 @@ class ReproducibleSum(BucketedExchange):
             if bucket.dtype not in DTYPES:
                 raise _dtype_error(bucket.dtype)
         self.bits = 51 - (virtual_ranks - 1).bit_length()  # of the largest leaf, in grids
-        self.sums = [torch.zeros(b.size, dtype=torch.float64, device=b.device) for b in self.layout.buckets]
+        self.sums = build_sums(self.layout.buckets, group)
         self.places = {
             n: slice(offset, offset + self.layout.parts[n].numel())
             for b in self.layout.buckets
@@ -147,7 +148,7 @@ class ReproducibleSum(BucketedExchange):
         self._works = []
         self._bytes = 0
         seen = self._seen_by_all.tolist()
-        found = [self._divide(bucket, seen, weight) for bucket in range(len(self.sums))]
+        found = [self._divide(bucket, seen, weight) for bucket in range(len(self.sums.flats))]
         self.result.assign_gradients(self.params)
         for number, (exponent, *_) in enumerate(seen):
             if exponent > UNKNOWN:
@@ -169,6 +170,7 @@ class ReproducibleSum(BucketedExchange):
 
     def close(self) -> None:
         self.ready.close()
+        self.sums.close()
         self.zero()
         self._leaf = None
         self._windows = {}
@@ -199,7 +201,7 @@ class ReproducibleSum(BucketedExchange):
             if grad.numel():
                 leaves[number] = _in_memory_order(grad)
         for (number, leaf), largest in zip(leaves.items(), _largest(list(leaves.values())), strict=True):
-            total = self.sums[self.layout.bucket_of[number]][self.places[number]]
+            total = self.sums.flats[self.layout.bucket_of[number]][self.places[number]]
             exponent = math.frexp(largest)[1] if math.isfinite(largest) else UNKNOWN
             if exponent > self.exponents[number] + ROOM and largest > 0:
                 if not self._filled[number]:
@@ -235,17 +237,17 @@ class ReproducibleSum(BucketedExchange):
     def _launch(self, bucket: int) -> None:
         """Start to sum a bucket, which is complete on this process. Its first values are subtracted before."""
         for number in self.layout.buckets[bucket].members:
-            part = self.sums[bucket][self.places[number]]
+            part = self.sums.flats[bucket][self.places[number]]
             if self._filled[number]:
                 part.sub_(self._starts[number])
             else:
                 part.zero_()
         if self.group.size > 1:
-            self._works.append(self.group.all_reduce(self.sums[bucket]))
+            self._works.append(self.sums.all_reduce(bucket))
 
     def _divide(self, bucket: int, seen: list[list[int]], weight: float) -> bool:
         """Add the windows to a bucket's sum and divide it by the weight. Return whether the result is finite."""
-        total, result = self.sums[bucket], self.result.flats[bucket]
+        total, result = self.sums.flats[bucket], self.result.flats[bucket]
         self._bytes += total.nbytes
         for number in self.layout.buckets[bucket].members:
             part = total[self.places[number]]

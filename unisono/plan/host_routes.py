@@ -13,6 +13,8 @@ returns the total to it. So a chunk crosses the link of a host once in each dire
 With H hosts whose leaves form one subtree each, a host sends (H - 1) / H gradients of partial sums and as much of
 totals. A ring all-reduce over H processes sends the same. Where each process is a host of its own, it sends its own
 partial sums. On a single host nothing is forwarded.
+
+Chunks have equal lengths, unless links have unlike rates (plan/link_shares.py).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from unisono.plan.link_shares import are_unlike, chunk_ends, host_shares
 from unisono.plan.reduction_tree import Node, Plan, fold, parent
 
 Pairs = Sequence[tuple[int, int]]
@@ -33,10 +36,12 @@ class HostRoutes:
         plan: Which process holds which partial sums.
         hosts: The host of each rank: equal numbers share memory.
         rank: This process.
+        links: The rate of the link of each rank's host, equal on all processes; empty: all are alike.
     """
 
-    def __init__(self, plan: Plan, hosts: Sequence[int], rank: int) -> None:
+    def __init__(self, plan: Plan, hosts: Sequence[int], rank: int, links: Sequence[float] = ()) -> None:
         self.plan, self.hosts, self.rank, self.host = plan, tuple(hosts), rank, hosts[rank]
+        self.links = tuple(links)
         self._on: dict[int, list[int]] = {}
         for other, host in enumerate(hosts):
             self._on.setdefault(host, []).append(other)
@@ -57,6 +62,20 @@ class HostRoutes:
         """Return the rank on another host that forwards a chunk: the one in the owner's place there."""
         place, ranks = self._on[self.hosts[chunk]].index(chunk), self._on[host]
         return ranks[place % len(ranks)]
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The share of the gradient that each rank owns."""
+        if len(self._on) < 3 or not are_unlike(self.links):
+            return [1 / self.plan.size] * self.plan.size
+        sums = [len(self.on_host(host)[1]) for host in self._on]
+        of_hosts = dict(zip(self._on, host_shares(sums, [self.links[host] for host in self._on]), strict=True))
+        return [of_hosts[host] / len(self._on[host]) for host in self.hosts]
+
+    def chunks(self, length: int, unit: int) -> list[slice]:
+        """Return the chunk of each rank among `length` elements, a multiple of `unit` for each rank."""
+        ends = chunk_ends(length, self.shares, unit)
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def holders(self, host: int) -> list[tuple[int, int]]:
         """Return (rank, index) of each partial sum on a host, in the order of ranks. Index: among those of its rank."""
@@ -109,4 +128,5 @@ class HostRoutes:
 
     def crossing(self) -> float:
         """Return how many gradients this process sends to other hosts."""
-        return (len(self.on_host(self.host)[1]) * len(self.forwarded) + len(self.remote_hosts)) / self.plan.size
+        forwarded = sum(self.shares[chunk] for chunk in self.forwarded)
+        return len(self.on_host(self.host)[1]) * forwarded + len(self.remote_hosts) * self.shares[self.rank]

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.heartbeats import Heartbeats
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
 from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThread
@@ -285,6 +286,7 @@ class Membership:
 
     def _connect(self, group: ProcessGroup, roster: Sequence[int]) -> None:
         rank, size = roster.index(self.number), len(roster)
+        known = group.links[group.rank] if group.links else 0.0
         group.regroup(rank, size, {})
         if size == 1:
             self.on_regroup()
@@ -294,6 +296,7 @@ class Membership:
         connect(store, rank, size, self.backend, first_timeout(size), FORM_SECONDS)
         self.claim_sockets()
         group.regroup(rank, size, *find_neighbors(group))
+        group.links = find_links(group, known)
         self.on_regroup()
         self.claim_sockets()
 

@@ -12,9 +12,9 @@ import torch
 
 from unisono.distributed.process_group import Message
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
-from unisono.exchange.buckets import BucketLayout
+from unisono.exchange.buckets import ALIGN, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
-from unisono.plan.reduction_tree import Plan
+from unisono.plan.host_routes import HostRoutes
 
 ZEROS = SharedName(-1, -1)
 """The name that stands for a partial sum of zeros, which has no memory."""
@@ -36,19 +36,25 @@ class HostMemory:
         layout: The buckets.
         neighbors: {rank: process id} of the other processes of this host.
         rank: This process.
-        size: The number of chunks of a bucket.
     """
 
-    def __init__(self, layout: BucketLayout, neighbors: Mapping[int, int], rank: int, size: int) -> None:
-        self.layout, self.neighbors, self.rank, self.size = layout, neighbors, rank, size
+    def __init__(self, layout: BucketLayout, neighbors: Mapping[int, int], rank: int) -> None:
+        self.layout, self.neighbors, self.rank = layout, neighbors, rank
+        self._chunks: list[list[slice]] = []  # of each bucket
         self._mapped: dict[tuple[int, int], _Gradient] = {}
         self._held: dict[int, list[_Gradient | None]] = {}  # of each rank: the sum, then the partial sums; None: zeros
         self._names: dict[int, torch.Tensor] = {}
 
-    def follow(self, plan: Plan) -> None:
-        """Use the partial sums of this plan from now on."""
-        ranks = (self.rank, *self.neighbors)
-        self._names = {rank: torch.empty(1 + len(plan.sends(rank)), 2, dtype=torch.int64) for rank in ranks}
+    def follow(self, routes: HostRoutes) -> None:
+        """Use the partial sums and the chunks of these routes from now on."""
+        ranks, sends = (self.rank, *self.neighbors), routes.plan.sends
+        self._names = {rank: torch.empty(1 + len(sends(rank)), 2, dtype=torch.int64) for rank in ranks}
+        self._chunks = [routes.chunks(bucket.size, ALIGN) for bucket in self.layout.buckets]
+
+    def chunk_length(self, bucket: int) -> int:
+        """Return the number of elements of our own chunk of a bucket."""
+        chunk = self._chunks[bucket][self.rank]
+        return int(chunk.stop - chunk.start)
 
     def offer(self, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
         """Let neighbors read and write these gradients of this process in this step.
@@ -93,11 +99,11 @@ class HostMemory:
         return self._chunk(self._held[rank][1 + index], bucket, chunk)
 
     def _chunk(self, gradient: _Gradient | None, bucket: int, chunk: int) -> torch.Tensor:
-        info = self.layout.buckets[bucket]
+        info, place = self.layout.buckets[bucket], self._chunks[bucket][chunk]
         if gradient is None:
-            return torch.zeros(info.size // self.size, dtype=info.dtype, device=info.device)
+            return torch.zeros(place.stop - place.start, dtype=info.dtype, device=info.device)
         # .data has a version counter of its own: writes from here on are not mistaken for changes by the user's loop
-        return gradient.flats[bucket].data.view(self.size, -1)[chunk]
+        return gradient.flats[bucket].data[place]
 
 
 def _name(copy: FlatGradient | None) -> SharedName:

@@ -90,7 +90,7 @@ class TreeAllReduce:
     def __init__(self, plan: Plan, layout: BucketLayout, group: ProcessGroup) -> None:
         self.layout, self.group, self.rank = layout, group, group.rank
         self.hosts = group.hosts or tuple(range(group.size))
-        self.memory = HostMemory(layout, group.neighbors, group.rank, group.size)
+        self.memory = HostMemory(layout, group.neighbors, group.rank)
         count = len(set(self.hosts))
         self.lags = TOGETHER if count == 1 else ALONE if count == group.size else MIXED
         self.row = torch.zeros(
@@ -106,11 +106,11 @@ class TreeAllReduce:
         """Use another plan from now on."""
         self.stream.join()
         self.plan, layout = plan, self.layout
-        self.routes = HostRoutes(plan, self.hosts, self.rank)
-        self.memory.follow(plan)
+        self.routes = HostRoutes(plan, self.hosts, self.rank, self.group.links)
+        self.memory.follow(self.routes)
         received = sum(map(len, self.routes.received.values()))  # partial sums that arrive in messages
         for number, b in enumerate(layout.buckets):
-            key, needed = (number % IN_FLIGHT, b.dtype, b.device), received * (b.size // plan.size)
+            key, needed = (number % IN_FLIGHT, b.dtype, b.device), received * self.memory.chunk_length(number)
             if key not in self._receive_buffers or self._receive_buffers[key].numel() < needed:
                 self._receive_buffers[key] = torch.empty(needed, dtype=b.dtype, device=b.device)
         spans = {host: [plan.spans[rank] for rank in self.routes.ranks_on(host)] for host in self.hosts}
@@ -194,7 +194,8 @@ class TreeAllReduce:
         """Return where our chunk of each partial sum of other hosts arrives."""
         info = self.layout.buckets[bucket]
         buffer = self._receive_buffers[bucket % IN_FLIGHT, info.dtype, info.device]
-        rows = iter(buffer.split(info.size // self.plan.size) if buffer.numel() else ())
+        count, length = sum(map(len, self.routes.received.values())), self.memory.chunk_length(bucket)
+        rows = iter(buffer[: count * length].view(count, length))
         return {host: [next(rows) for _ in nodes] for host, nodes in self.routes.received.items()}
 
     def send(self, bucket: int) -> None:

@@ -28,14 +28,21 @@ from typing import Any
 
 import torch
 
-from unisono.distributed.process_group import ProcessGroup
+from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.exchange.base import Spans, Weights
 from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
-from unisono.exchange.buckets import BucketLayout
+from unisono.exchange.buckets import BUCKET_BYTES, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
 from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.tree.tree_allreduce import TreeAllReduce
+from unisono.plan.link_shares import are_unlike
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
+
+BUCKETS = 16
+"""At least so many buckets where links have unlike rates."""
+
+SMALLEST_BUCKET_BYTES = 2**20
+"""Buckets of less than this take longer for their messages than they save."""
 
 Leaf = tuple[Node, FlatGradient | LooseGradient]
 """A node of the tree, and the gradient that is being computed for it."""
@@ -74,7 +81,7 @@ class TreeExchange(BucketedExchange):
         self._result: FlatGradient | None = None
 
     def _build_layout(self) -> BucketLayout:
-        return BucketLayout(self.params, self.group.size)
+        return BucketLayout(self.params, self.group.size, bucket_bytes(self.params, self.group.links))
 
     def _build_transport(self, plan: Plan) -> Any:
         return TreeAllReduce(plan, self.layout, self.group)
@@ -257,3 +264,15 @@ class TreeExchange(BucketedExchange):
 def _target(left: PartialSum, right: PartialSum) -> PartialSum:
     """Return where the sum of two partial sums is made: x + 0 = x, since no sum is ever -0."""
     return right if left is None else left
+
+
+def bucket_bytes(params: Sequence[torch.nn.Parameter], links: Sequence[float]) -> int:
+    """Return the most bytes of a bucket.
+
+    A host that owns nothing sends partial sums, and receives totals. Its link is used in both directions only while the
+    totals of one bucket travel with the partial sums of a later one: many small buckets keep both busy.
+    """
+    if not are_unlike(links):
+        return BUCKET_BYTES
+    total: int = sum(to_local(p.detach()).nbytes for p in params)
+    return min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // BUCKETS))
