@@ -67,7 +67,7 @@ def connect_all(context: Any, size: int) -> str:
         rows = sorted(results.get(timeout=600) for _ in processes)
         for process in processes:
             process.join()
-        keys = len(server.values)
+        keys = len(server.keys.values)
         server.close()
         thread.join()
     _, _, requests, sockets, threads, memory = rows[0]

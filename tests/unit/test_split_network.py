@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from unisono.launcher.hosts.signs_of_life import SignsOfLife, signs_at
-from unisono.launcher.hosts.split_network import HostReport, hosts_to_end, silent_pairs
+from unisono.launcher.hosts.network.signs_of_life import SignsOfLife, signs_at
+from unisono.launcher.hosts.network.split_network import HostReport, hosts_to_end, silent_pairs
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,89 @@ class Connection:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
 
+class KeyStore:
+    """The keys and values of the processes.
+
+    Args:
+        is_in_vain: returns whether a wait of a process of this generation is in vain.
+    """
+
+    def __init__(self, is_in_vain: Callable[[int], bool]) -> None:
+        self.values: dict[str, str] = {}
+        self._is_in_vain = is_in_vain
+        self._addresses: dict[str, list[str]] = {}
+        """gloo's keys GROUP//DEVICE//NUMBER/RANK, by what stands before the rank, in the order in which they were set.
+        Each has the address of a process, and does not change."""
+        self._waiting: set[Connection] = set()
+
+    def forget(self, connection: Connection) -> None:
+        """Forget the wait of a connection that has ended."""
+        self._waiting.discard(connection)
+
+    def serve(self, connection: Connection, request: dict[str, Any]) -> None:
+        """Answer a request, now or when its wait has ended."""
+        op, values = request["op"], self.values
+        if op == "set":
+            prefix, _, number = request["key"].rpartition("/")
+            if number.isdecimal() and prefix.count("//") > 1 and request["key"] not in values:
+                self._addresses.setdefault(prefix, []).append(request["key"])
+            values[request["key"]] = request["value"]
+            connection.send(value=None)
+            self.poll_waits()
+        elif op == "add":
+            values[request["key"]] = str(int(values.get(request["key"], "0")) + request["amount"])
+            connection.send(value=int(values[request["key"]]))
+            self.poll_waits()
+        elif op == "compare_set":
+            expected = request["expected"]
+            if values.get(request["key"], expected if expected == "" else None) == expected:
+                values[request["key"]] = request["value"]
+            connection.send(value=values.get(request["key"], expected))
+            self.poll_waits()
+        elif op == "delete":
+            connection.send(value=values.pop(request["key"], None) is not None)
+        elif op == "count":
+            connection.send(value=len(values))
+        elif op == "check":
+            connection.send(value=all(key in values for key in request["keys"]))
+        elif op == "wait":
+            connection.wait = request["keys"], request["generation"], time.monotonic() + request["seconds"]
+            self._poll_wait(connection)
+
+    def poll_waits(self) -> None:
+        """Answer all waits that have ended."""
+        for connection in list(self._waiting):
+            self._poll_wait(connection)
+
+    def _poll_wait(self, connection: Connection) -> None:
+        """Answer a wait if it has ended: with values, with False if it is in vain, with None after its time limit."""
+        assert connection.wait is not None
+        keys, generation, deadline = connection.wait
+        if all(key in self.values for key in keys):
+            connection.send(value={key: self.values[key] for key in [*self._beside(connection, keys), *keys]})
+        elif self._is_in_vain(generation):
+            connection.send(value=False)  # the process that would set it has left the generation, or is lost
+        elif time.monotonic() > deadline:
+            connection.send(value=None)
+        else:
+            self._waiting.add(connection)
+            return
+        connection.wait = None
+        self._waiting.discard(connection)
+
+    def _beside(self, connection: Connection, keys: Sequence[str]) -> list[str]:
+        """Return gloo's keys beside `keys` that were set since the last answer to this connection.
+
+        gloo asks for the addresses of all peers, one at a time.
+        """
+        found: list[str] = []
+        for prefix in {key.rpartition("/")[0] for key in keys} & self._addresses.keys():
+            beside = self._addresses[prefix]
+            found += [key for key in beside[connection.received.get(prefix, 0) :] if key in self.values]
+            connection.received[prefix] = len(beside)
+        return found
+
+
 class RendezvousServer:
     """The server of one run.
 
@@ -103,11 +186,7 @@ class RendezvousServer:
         """Number of consecutive processes in the roster that share a model."""
         self.generation = 0
         self.lost: list[int] = []  # since the current generation began
-        self.values: dict[str, str] = {}
-        self.addresses: dict[str, list[str]] = {}
-        """gloo's keys GROUP//DEVICE//NUMBER/RANK, by what stands before the rank, in the order in which they were set.
-        Each has the address of a process, and does not change."""
-        self.waiting: set[Connection] = set()
+        self.keys = KeyStore(lambda of: of < self.generation or (bool(self.lost) and of == self.generation))
         self.connections: dict[socket.socket, Connection] = {}
         self.members: dict[int, Connection] = {}
         self.leaving: list[Connection] = []  # processes that are done and wait for the others
@@ -130,7 +209,7 @@ class RendezvousServer:
                 elif key.fileobj in self.connections:  # it may have been dropped in this iteration
                     self._serve_connection(self.connections[key.fileobj])
             self._check_heartbeats()
-            self._poll_waits()
+            self.keys.poll_waits()
         for connection in list(self.connections.values()):
             connection.socket.close()
         self._listener.close()
@@ -157,7 +236,7 @@ class RendezvousServer:
         """Close a connection. If it represented the life of a member, notify all others of the loss."""
         if self.connections.pop(connection.socket, None) is None:
             return
-        self.waiting.discard(connection)
+        self.keys.forget(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         number = connection.number
@@ -171,7 +250,7 @@ class RendezvousServer:
             self.roster = [other for other in self.roster if other not in self.lost]
             for other in self.members.values():
                 other.send(lost=number)
-            self._poll_waits()
+            self.keys.poll_waits()
             for orphan in orphans if self.roster else ():
                 self.notify({"orphan": orphan, "lost": number})
         self._regroup()
@@ -203,7 +282,7 @@ class RendezvousServer:
         elif "leave" in message:
             self._release(connection)
         elif "op" in message:
-            self._serve_keys(connection, message)
+            self.keys.serve(connection, message)
 
     def _release(self, connection: Connection) -> None:
         """Remove a member that has reached its regular end, like all others."""
@@ -266,71 +345,6 @@ class RendezvousServer:
             if connection.ready:
                 connection.ready = None
                 connection.send(refused=reason)
-
-    # -- keys and values
-
-    def _serve_keys(self, connection: Connection, request: dict[str, Any]) -> None:
-        op, values = request["op"], self.values
-        if op == "set":
-            prefix, _, number = request["key"].rpartition("/")
-            if number.isdecimal() and prefix.count("//") > 1 and request["key"] not in values:
-                self.addresses.setdefault(prefix, []).append(request["key"])
-            values[request["key"]] = request["value"]
-            connection.send(value=None)
-            self._poll_waits()
-        elif op == "get":
-            connection.send(value=values.get(request["key"]))
-        elif op == "add":
-            values[request["key"]] = str(int(values.get(request["key"], "0")) + request["amount"])
-            connection.send(value=int(values[request["key"]]))
-            self._poll_waits()
-        elif op == "compare_set":
-            expected = request["expected"]
-            if values.get(request["key"], expected if expected == "" else None) == expected:
-                values[request["key"]] = request["value"]
-            connection.send(value=values.get(request["key"], expected))
-            self._poll_waits()
-        elif op == "delete":
-            connection.send(value=values.pop(request["key"], None) is not None)
-        elif op == "count":
-            connection.send(value=len(values))
-        elif op == "check":
-            connection.send(value=all(key in values for key in request["keys"]))
-        elif op == "wait":
-            connection.wait = request["keys"], request["generation"], time.monotonic() + request["seconds"]
-            self._poll_wait(connection)
-
-    def _poll_waits(self) -> None:
-        for connection in list(self.waiting):
-            self._poll_wait(connection)
-
-    def _poll_wait(self, connection: Connection) -> None:
-        """Answer a wait if it has ended: with values, with False if it is in vain, with None after its time limit."""
-        assert connection.wait is not None
-        keys, generation, deadline = connection.wait
-        if all(key in self.values for key in keys):
-            connection.send(value={key: self.values[key] for key in [*self._beside(connection, keys), *keys]})
-        elif generation < self.generation or (self.lost and generation == self.generation):
-            connection.send(value=False)  # the process that would set it has left the generation, or is lost
-        elif time.monotonic() > deadline:
-            connection.send(value=None)
-        else:
-            self.waiting.add(connection)
-            return
-        connection.wait = None
-        self.waiting.discard(connection)
-
-    def _beside(self, connection: Connection, keys: Sequence[str]) -> list[str]:
-        """Return gloo's keys beside `keys` that were set since the last answer to this connection.
-
-        gloo asks for the addresses of all peers, one at a time.
-        """
-        found: list[str] = []
-        for prefix in {key.rpartition("/")[0] for key in keys} & self.addresses.keys():
-            beside = self.addresses[prefix]
-            found += [key for key in beside[connection.received.get(prefix, 0) :] if key in self.values]
-            connection.received[prefix] = len(beside)
-        return found
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
 from unisono.environment import World, variables
 from unisono.environment.routes import interface_named, route_to
 from unisono.launcher.hosts.host_facts import facts_of
-from unisono.launcher.hosts.link_probe import LinkProbe, probe
+from unisono.launcher.hosts.network.link_probe import LinkProbe, probe
 from unisono.train.profiling.host_clocks import measure_clocks
 
 

@@ -57,6 +57,8 @@ class RayConnector:
         say: prints a line for the user.
     """
 
+    is_numbered = False
+
     def __init__(self, room: RayRoom, say: Callable[[str], None]) -> None:
         self._room, self._say = room, say
         self._token = secrets.token_hex(16)

@@ -84,7 +84,7 @@ class RendezvousStore(dist.Store):
             return
         seconds = (timeout or self._timeout).total_seconds()
         found = self._request("wait", keys=list(keys), generation=self.generation, seconds=seconds)
-        if not found:
+        if not isinstance(found, dict):
             raise RuntimeError(LOST_PEER if found is False else f"Wait timeout: {seconds:g} s for {', '.join(keys)}")
         self._values.update(found)
 

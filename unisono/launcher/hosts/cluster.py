@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import uuid
 from collections import Counter
@@ -21,10 +20,11 @@ from unisono.launcher.hosts.awaited_host import AwaitedHost, Order
 from unisono.launcher.hosts.host_differences import CONNECT_SECONDS, differences, why_unreachable
 from unisono.launcher.hosts.host_facts import facts_of
 from unisono.launcher.hosts.host_list import ListedHost
+from unisono.launcher.hosts.local_host import LocalHost
+from unisono.launcher.hosts.network.split_network import SplitWatch
 from unisono.launcher.hosts.remote_host import Link, RemoteHost
-from unisono.launcher.hosts.split_network import SplitWatch
 from unisono.launcher.hosts.ssh import SshLink, agent_command
-from unisono.launcher.worker_process import Handle, LocalHandle, WorkerSpec
+from unisono.launcher.worker_process import Handle, WorkerSpec
 
 
 class Connector(Protocol):
@@ -106,8 +106,7 @@ class Cluster:
         slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
         self._taken = dict(enumerate(slots[:ranks]))  # by the number of the process
         self._starting = [sum(slot.host == host for slot in self._taken.values()) for host in range(len(listed))]
-        self._handles: list[LocalHandle] = []  # of the processes on this host
-        self._is_ended_here = False  # this host does not reach others, on which the run continues
+        self._here = LocalHost()
         own = next((number for number, host in enumerate(listed) if host.is_here), None)
         self._split = SplitWatch([host.name for host in listed], own, self._alive, self._end)
 
@@ -205,11 +204,8 @@ class Cluster:
         if remote is not None:
             remote.lose(why)
             return
-        self._is_ended_here = True
         self._say(f"Host {self.listed[number].name} is lost: {why}.")
-        for handle in self._handles:
-            if handle.returncode is None:
-                handle.signal(signal.SIGKILL, group=True)
+        self._here.lose()
 
     # -- processes
 
@@ -247,12 +243,7 @@ class Cluster:
         """Return what starts a process on its host."""
         host = self._taken[number].host
         remote = self._awaited.get(host) or self._remote.get(host)
-        return self._start_here if remote is None else partial(remote.start, number, asdict(world))
-
-    def _start_here(self, spec: WorkerSpec) -> LocalHandle:
-        handle = LocalHandle(spec)
-        self._handles.append(handle)
-        return handle
+        return self._here.start if remote is None else partial(remote.start, number, asdict(world))
 
     def _complete(self, number: int, order: Order) -> Order:
         """Return the order that starts a process, for the host that is there now."""
@@ -281,7 +272,7 @@ class Cluster:
     def _is_lost(self, host: int) -> bool:
         if host in self._remote:
             return host not in self._awaited and bool(self._remote[host].lost)
-        return self._is_ended_here
+        return self._here.lost
 
     def __str__(self) -> str:
         """Return hosts, processes and interfaces in a line."""

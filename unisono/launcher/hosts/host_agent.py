@@ -31,9 +31,9 @@ from typing import Any
 from unisono.environment import inherited
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_facts import facts_of, reached_at
-from unisono.launcher.hosts.link_probe import ProbeService
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
-from unisono.launcher.hosts.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS, signs_at
+from unisono.launcher.hosts.network.link_probe import ProbeService
+from unisono.launcher.hosts.network.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS, signs_at
 
 POLL_SECONDS = 0.05
 """Seconds between two checks for files and ended processes."""

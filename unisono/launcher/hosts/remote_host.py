@@ -16,8 +16,8 @@ from queue import Empty, Queue
 from typing import Any, Protocol
 
 from unisono.launcher.hosts.message_stream import CHUNK, Message, MessageStream
-from unisono.launcher.hosts.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS
-from unisono.launcher.hosts.split_network import HostReport
+from unisono.launcher.hosts.network.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS
+from unisono.launcher.hosts.network.split_network import HostReport
 from unisono.launcher.worker_process import WorkerSpec
 
 END_SECONDS = 5.0

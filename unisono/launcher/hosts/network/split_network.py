@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from unisono.launcher.hosts.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS, SignsOfLife, signs_at
+from unisono.launcher.hosts.network.signs_of_life import ALIVE_SECONDS, SILENCE_SECONDS, SignsOfLife, signs_at
 
 LATE_SECONDS = 3.5 * ALIVE_SECONDS
 """Seconds without a sign of life after which a host is late: its own reports do not count. All pairs that have been
