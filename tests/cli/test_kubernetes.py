@@ -47,7 +47,9 @@ def kinds(manifests: list[dict[str, Any]]) -> list[str]:
     return [each["kind"] for each in manifests]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [*(pytest.param(version, marks=pytest.mark.slow) for version in VERSIONS[:-1]), VERSIONS[-1]]
+)
 @pytest.mark.parametrize("words", REQUESTS)
 def test_manifests_are_valid_in_the_published_schemas(written: Any, words: str, version: str) -> None:
     validator = pytest.importorskip("kubernetes_validate")
