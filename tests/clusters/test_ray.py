@@ -143,26 +143,6 @@ def test_survivors_continue_with_a_fresh_actor(
     assert left_behind(name) == []
 
 
-def test_a_run_without_room_for_fresh_actors_ends_with_fewer(cluster: RayNodes, tmp_path: Path) -> None:
-    cluster.keep_nodes(2)
-    output, hurry = tmp_path / "output", tmp_path / "hurry"
-    words = cluster.words("train.py", "--ranks", "4", "--run-dir", "fewer", *LONG, "--set", f"hurry={hurry}")
-    with start(words, cluster.work, output) as command:
-        try:
-            wait_for(lambda: "reached step 8" in output.read_text(), "the run has not reached step 8")
-            cluster.kill_raylet(chain_of("fewer", 3)[3].pid)
-            wait_for(lambda: output.read_text().count(" waits for room: free are 0 of 2 CPU") == 2, "no message")
-            hurry.touch()
-            assert command.wait(120) == 0
-        except BaseException:
-            command.terminate()
-            print(output.read_text())
-            raise
-    assert "the run continues with 2 processes" in output.read_text()
-    assert fingerprint(cluster, "fewer") == alone(cluster, *LONG)
-    assert left_behind("fewer") == []
-
-
 def test_nothing_outlives_the_launcher(cluster: RayNodes, tmp_path: Path) -> None:
     cluster.keep_nodes(2)
     output = tmp_path / "output"

@@ -30,9 +30,6 @@ POLL_SECONDS = 0.2
 AGAIN_SECONDS = 2.0
 """Seconds between two attempts to start an actor."""
 
-LOST = "Ray has lost the actor"
-"""The first words about an actor whose worker or node has died. Another one may do better."""
-
 WARN_SECONDS = 20.0
 """Seconds after which a fresh actor that has not started is reported."""
 
@@ -43,10 +40,11 @@ class StartedActor:
     Args:
         handle: the actor.
         call: the result of RankActor.serve.
+        is_fresh: whether it replaces another one.
     """
 
-    def __init__(self, handle: Any, call: Any) -> None:
-        self.handle, self.call = handle, call
+    def __init__(self, handle: Any, call: Any, *, is_fresh: bool) -> None:
+        self.handle, self.call, self.is_fresh = handle, call, is_fresh
         self.started_at = time.monotonic()
         self.link: SocketLink | None = None  # once its agent has connected
 
@@ -85,7 +83,7 @@ class RayConnector:
             watcher = threading.Thread(target=self._watch, args=(on_return,), name="actors", daemon=True)
             try:
                 for number in hosts:
-                    self._start(number)
+                    self._start(number, is_fresh=False)
                 links = self._first_links(len(hosts))
                 watcher.start()
                 yield links
@@ -96,12 +94,12 @@ class RayConnector:
                 self._end_actors()
 
     def renew(self, host: int) -> bool:
-        self._start(host)
+        self._start(host, is_fresh=True)
         return True
 
     # -- actors
 
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, *, is_fresh: bool) -> None:
         """Start an actor; it waits until Ray has room for it. Its predecessor is ended."""
         assert self._listener is not None
         address, port = self._listener.getsockname()[:2]
@@ -110,7 +108,7 @@ class RayConnector:
             self._kill(self._actors.pop(number, None))
             self._retries.pop(number, None)
             handle = self._room.actor_class(RankActor, number).remote()
-            self._actors[number] = StartedActor(handle, handle.serve.remote(tuple(order)))
+            self._actors[number] = StartedActor(handle, handle.serve.remote(tuple(order)), is_fresh=is_fresh)
 
     def _kill(self, actor: StartedActor | None) -> None:
         import ray
@@ -137,8 +135,7 @@ class RayConnector:
             status = ray.get(actor.call)
         except Exception as error:  # whatever the actor could not do
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            lost = isinstance(error, ray.exceptions.RayActorError) and "creation task" not in str(error)
-            return f"{LOST if lost else type(error).__name__}: {lines[-1] if lines else 'no message'}"
+            return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
         address, port = self._listener.getsockname()[:2] if self._listener is not None else ("", 0)
         cannot = f"it cannot reach the launcher at {address}, port {port}"
         return cannot if status == CANNOT_REACH else f"its agent has ended with status {status}"
@@ -163,7 +160,9 @@ class RayConnector:
             if found is not None:
                 links[found[0]] = found[1]
                 continue
-            number, why = self._first_failure()
+            missing = {number: actor for number, actor in self._actors.items() if number not in links}
+            failed = {number: self._failure_of(actor) for number, actor in missing.items()}
+            number, why = next(((number, why) for number, why in failed.items() if why), (min(missing), ""))
             if why or time.monotonic() - began > START_SECONDS:
                 fact = why or f"it has not started and connected within {START_SECONDS:g} s"
                 do = "ray status; ray list actors; ray logs actor --id ID; Unisono is needed on all nodes"
@@ -172,24 +171,6 @@ class RayConnector:
                 assert isinstance(link, SocketLink)
                 link.say_alive()
         return links
-
-    def _first_failure(self) -> tuple[int, str]:
-        """Return the first actor without a connection, and why it cannot start; "": it may yet."""
-        missing = {number: actor for number, actor in self._actors.items() if actor.link is None}
-        for number, actor in missing.items():
-            why = self._failure_of(actor)
-            if why is not None and not why.startswith(LOST):
-                return number, why
-            if why is not None:  # after a restart of the run, on a node that is dead
-                self._retries.setdefault(number, time.monotonic() + AGAIN_SECONDS)
-        self._start_again()
-        return min(missing), ""
-
-    def _start_again(self) -> None:
-        """Start the actors whose time has come."""
-        for number, at in list(self._retries.items()):
-            if time.monotonic() >= at and not self._ended.is_set():
-                self._start(number)
 
     def _accept(self) -> tuple[int, SocketLink] | None:
         """Return the number and the connection of the next agent; None if there is none."""
@@ -238,4 +219,6 @@ class RayConnector:
             if now - actor.started_at > WARN_SECONDS and number not in self._warned:
                 self._warned.add(number)
                 self._say(f"Actor {number} waits for room: {self._room.free()}. The run continues without it.")
-        self._start_again()
+        for number, at in list(self._retries.items()):
+            if now >= at and not self._ended.is_set():
+                self._start(number, is_fresh=True)
