@@ -62,7 +62,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     write_script(folder)
     with namespaces.hosts(3, shared=[folder]) as made:
         words = [sys.executable, "-P", "script.py", "--run-dir", "whole"]
-        made[0].run(words, cwd=folder, env=inherited({"PYTHONPATH": str(ROOT)}), check=True)
+        made[0].run(words, cwd=folder, env=inherited({"PYTHONPATH": str(ROOT)}), check=True, timeout=SECONDS)
         yield Machines(made, folder, result_of(folder / "whole")["weights_sha256"])
 
 
