@@ -1,10 +1,13 @@
 """The process that sends a run's timeline to its trackers.
 
-    python -m unisono.train.tracking.follower RUN TIMELINE TRACKER[,TRACKER]
+    python -m unisono.train.tracking.follower RUN TIMELINE TRACKER[,TRACKER] RESULT_TIME
 
 A training process starts it, so that importing a tracker's library, and a call of it that is slow or fails, cost no
 time of training. It reads the timeline of that process from its beginning, and ends when its standard input ends: with
 the training process, whatever ended it. What it prints, the training process shows.
+
+RESULT_TIME is that of an earlier `result.json` when the training process began, from `modified`. A short run may have
+its own result before this process has started.
 """
 
 from __future__ import annotations
@@ -253,13 +256,13 @@ def follow(path: Path, feed: Feed) -> None:
 
 def main() -> None:
     """Follow a run, as the module's docstring says."""
-    run_dir, timeline, track = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    run_dir, timeline, track, began = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     os.nice(10)  # training has precedence
     warnings.showwarning = _show_warning
     try:
         with (run_dir / "tracking.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the follower of a process that died has finished
-            _follow_run(run_dir, timeline, track)
+            _follow_run(run_dir, timeline, track, began)
     except OSError as error:
         print(f"Trackers end here: {error}. Training continues without them.", flush=True)
 
@@ -269,18 +272,18 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning of a tracker: {_first_line(message)}", flush=True)
 
 
-def _follow_run(run_dir: Path, timeline: Path, track: str) -> None:
-    result = run_dir / "result.json"
-    began, known = _modified(result), TrackingFile(run_dir / "tracking.json")
+def _follow_run(run_dir: Path, timeline: Path, track: str, began: int) -> None:
+    result, known = run_dir / "result.json", TrackingFile(run_dir / "tracking.json")
     run = describe_run(run_dir, known.id)
     feed = Feed([SafeTracker(name, run) for name in names_of(track)], Unsent(run_dir), known.finished)
     follow(timeline, feed)
-    feed.finish(_json(result) if _modified(result) != began else {})
+    feed.finish(_json(result) if modified(result) != began else {})
     with contextlib.suppress(OSError):  # a full disk, which a tracker has reported
         known.write()
 
 
-def _modified(path: Path) -> int:
+def modified(path: Path) -> int:
+    """Return when a file was modified, in nanoseconds; 0 if there is none."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from unisono.config.wording import plural
 from unisono.trackers.registry import names_of, variables_of
 from unisono.train.recording.follower_process import FollowerProcess
+from unisono.train.tracking.follower import modified
 
 if TYPE_CHECKING:
     from unisono.train.context import RunContext
@@ -18,7 +19,7 @@ PATIENCE = 10.0
 def build_tracking(context: RunContext) -> list[FollowerProcess]:
     """Return the extension, if the settings name a tracker."""
     track, timeline = context.settings.track, str(context.monitor.timeline_path)
-    names = names_of(track)
+    names, result = names_of(track), context.run_dir / "result.json"
     if not names:
         return []
     late = f"The {plural(len(names), 'tracker')} did not finish within {PATIENCE:.0f} s, and will end later."
@@ -26,7 +27,7 @@ def build_tracking(context: RunContext) -> list[FollowerProcess]:
         FollowerProcess(
             context,
             "unisono.train.tracking.follower",
-            lambda: [str(context.run_dir), timeline, track],
+            lambda: [str(context.run_dir), timeline, track, str(modified(result))],
             title="The process of the trackers",
             after_death="The next resume sends what is missing.",
             patience=PATIENCE,
