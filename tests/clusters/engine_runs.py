@@ -33,6 +33,8 @@ from unisono.environment import inherited
 
 NAMES = ("a", "b", "c", "d")
 SECONDS = 200.0
+VIRTUAL_RANKS = ("--set", "virtual_ranks=16")
+"""Enough for three processes on each of four hosts."""
 UNISONO = (sys.executable, "-P", "-m", "unisono.cli.main")
 
 
@@ -84,11 +86,12 @@ class EngineHosts:
             processes: the number of processes on each.
             run_dir: the run directory, in the shared folder.
         """
-        self.engines[engine](self.nodes[:hosts], processes, run_dir, *words)
+        self.engines[engine](self.nodes[:hosts], processes, run_dir, *VIRTUAL_RANKS, *words)
 
     def alone(self, run_dir: str, *words: str) -> None:
         """Train with one process."""
-        self._finish([self._start(self.nodes[0], [sys.executable, "train.py", "--run-dir", run_dir, *words])])
+        command = [sys.executable, "train.py", "--run-dir", run_dir, *VIRTUAL_RANKS, *words]
+        self._finish([self._start(self.nodes[0], command)])
 
     def result(self, run_dir: str) -> dict[str, Any]:
         """Return result.json of a run."""

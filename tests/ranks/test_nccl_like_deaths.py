@@ -24,7 +24,7 @@ from unisono.distributed.membership import membership, regroup_timeout
 from unisono.distributed.membership.waiting import NcclWork
 from unisono.distributed.rendezvous import connect
 from unisono.environment import World
-from unisono.exchange import buckets
+from unisono.exchange.tree import tree_exchange
 from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.testing import build_run, close_run, finish_run, run_ranks
 
@@ -58,7 +58,7 @@ class Deep(nn.Sequential):
 
 
 def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> str:
-    buckets.BucketLayout.__init__.__defaults__ = (64 * 64 * 4 + 1000, ())
+    tree_exchange.BUCKET_BYTES = 64 * 64 * 4 + 1000
     if world.number in deaths:
         dies_at(TreeAllReduce, "send", deaths[world.number])
     with join(world) as group:

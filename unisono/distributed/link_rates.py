@@ -44,7 +44,7 @@ def find_links(group: ProcessGroup, known: float = 0.0) -> tuple[float, ...]:
         known: The rate of this host's link in the previous group; 0: not known.
     """
     hosts = group.hosts or tuple(range(group.size))
-    if len(set(hosts)) < HOSTS or group.device.type != "cpu" or not group.on_gloo:
+    if len(set(hosts)) < HOSTS or group.mixed or group.device.type != "cpu" or not group.on_gloo:
         return ()
     rates = torch.zeros(group.size, dtype=torch.float64)
     rates[hosts[group.rank]] = known
