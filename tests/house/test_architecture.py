@@ -31,7 +31,6 @@ LARGE_CLASSES = {
     "unisono.exchange.reproducible_sum.ReproducibleSum": (22, 16),
     "unisono.exchange.tree.reduce_scatter.ReduceScatterTree": (17, 12),
     "unisono.exchange.tree.tree_exchange.TreeExchange": (19, 19),
-    "unisono.exchange.tree.tree_allreduce.TreeAllReduce": (23, 17),
     "unisono.launcher.supervisor._Supervisor": (16, 24),
     "unisono.local_sgd.sites.LocalSGD": (16, 21),
     "unisono.monitor.progress.Progress": (18, 14),

@@ -142,8 +142,8 @@ class PushTransport:
         self.room: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
         self.follow(plan)
 
-    def follow(self, plan: Plan) -> None:
-        """Use another plan of partial sums from now on."""
+    def follow(self, plan: Plan) -> bool:
+        """Use another plan of partial sums from now on. Return True: this works for any plan."""
         self.plan, layout, crew = plan, self.layout, self.crew
         self.senders = [rank for rank in range(plan.size) for _ in plan.sends(rank)]  # of partial sums, in order
         self.additions = plan.additions()
@@ -152,6 +152,7 @@ class PushTransport:
             room, needed = (number % IN_FLIGHT, b.dtype, b.device), len(self.senders) * b.size
             if room not in self.room or self.room[room].numel() < needed:
                 self.room[room] = torch.empty(needed, dtype=b.dtype, device=b.device)
+        return True
 
     def begin(self, weights: Weights, divisor: torch.Tensor | None = None) -> None:
         """Begin a step. The weights are not needed: all processes have them when the step divides."""

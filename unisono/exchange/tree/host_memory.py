@@ -5,7 +5,7 @@ A process says first where its memory is: the names of the memory for the sum an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from unisono.distributed.process_group import Message
 from unisono.distributed.shared_memory import SharedName, map_shared_memory
 from unisono.exchange.buckets import ALIGN, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
-from unisono.plan.host_routes import HostRoutes
+from unisono.plan.reduction_tree import Plan
 
 ZEROS = SharedName(-1, -1)
 """The name that stands for a partial sum of zeros, which has no memory."""
@@ -45,11 +45,16 @@ class HostMemory:
         self._held: dict[int, list[_Gradient | None]] = {}  # of each rank: the sum, then the partial sums; None: zeros
         self._names: dict[int, torch.Tensor] = {}
 
-    def follow(self, routes: HostRoutes) -> None:
-        """Use the partial sums and the chunks of these routes from now on."""
-        ranks, sends = (self.rank, *self.neighbors), routes.plan.sends
-        self._names = {rank: torch.empty(1 + len(sends(rank)), 2, dtype=torch.int64) for rank in ranks}
-        self._chunks = [routes.chunks(bucket.size, ALIGN) for bucket in self.layout.buckets]
+    def follow(self, plan: Plan, chunks: Callable[[int, int], list[slice]]) -> None:
+        """Use other partial sums and chunks from now on.
+
+        Args:
+            plan: Which process holds which partial sums.
+            chunks: chunks(length, unit) returns the chunk of each rank of a bucket of this length.
+        """
+        ranks = (self.rank, *self.neighbors)
+        self._names = {rank: torch.empty(1 + len(plan.sends(rank)), 2, dtype=torch.int64) for rank in ranks}
+        self._chunks = [chunks(bucket.size, ALIGN) for bucket in self.layout.buckets]
 
     def chunk_length(self, bucket: int) -> int:
         """Return the number of elements of our own chunk of a bucket."""

@@ -34,7 +34,9 @@ from unisono.exchange.bucket_readiness import BucketedExchange, BucketReadiness
 from unisono.exchange.buckets import BUCKET_BYTES, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
 from unisono.exchange.kernels.elementwise import divide_
-from unisono.exchange.tree.tree_allreduce import TreeAllReduce
+from unisono.exchange.tree.halving_allreduce import HalvingAllReduce
+from unisono.exchange.tree.tree_allreduce import TreeAllReduce, routes_of
+from unisono.plan.halving import find_halving
 from unisono.plan.link_shares import are_unlike
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
 
@@ -84,7 +86,10 @@ class TreeExchange(BucketedExchange):
         return BucketLayout(self.params, self.group.size, bucket_bytes(self.params, self.group.links))
 
     def _build_transport(self, plan: Plan) -> Any:
-        return TreeAllReduce(plan, self.layout, self.group)
+        halving = find_halving(routes_of(plan, self.group))
+        if halving is None:
+            return TreeAllReduce(plan, self.layout, self.group)
+        return HalvingAllReduce(plan, self.layout, self.group, halving)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """Begin a step. This process has spans[rank]; virtual rank v of it has pieces[v] micro-batches, perhaps 0."""
@@ -103,11 +108,11 @@ class TreeExchange(BucketedExchange):
         """Let the transport follow this plan. One process needs no transport."""
         if self.group.size == 1:
             return
-        if self.transport is None:
+        if self.transport is None or (self.transport.plan != plan and not self.transport.follow(plan)):
+            if self.transport is not None:
+                self.transport.stream.join()
             self.transport = self._build_transport(plan)
             self.ready.launch = self.transport.send
-        elif self.transport.plan != plan:
-            self.transport.follow(plan)
         self.transport.begin(weights, divisor)
 
     def enter(self, virtual_rank: int, *, last: bool) -> None:
