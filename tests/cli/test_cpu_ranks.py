@@ -233,6 +233,7 @@ def test_equal_models_on_both_device_types_are_accepted(command: Command, device
     assert result(command, "1")["loss"] == pytest.approx(result(command, "2")["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_doctor_proposes_a_command_for_this_host(command: Command, device_type: str) -> None:
     ended = command.run("doctor")
     assert f"{device_type}:0" in ended.out

@@ -15,6 +15,7 @@ from unisono.report.run_files import RunFiles
 LINE = CommandLine(("unisono", "report", "out"))
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_the_layers(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--run-dir", "out", "--ranks", "2")

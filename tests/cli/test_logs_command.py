@@ -69,6 +69,7 @@ def logs(command: Command, *words: str) -> list[str]:
     return ended.out.splitlines()
 
 
+@pytest.mark.slow
 def test_logs_of_all_ranks_are_merged(command: Command) -> None:
     command.script(TALKING)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "ends=raise")

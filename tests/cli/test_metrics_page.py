@@ -62,6 +62,7 @@ def test_the_page_is_read_while_a_run_trains(command: Command) -> None:
     assert page(port) == ""
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_message_and_training_continues(command: Command) -> None:
     command.script(LOGGING)
     with socket.socket() as taken:

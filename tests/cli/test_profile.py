@@ -151,6 +151,7 @@ def test_a_damaged_a_missing_and_a_half_written_trace_are_named(command: Command
     assert shown.out.count("is damaged") == 2
 
 
+@pytest.mark.slow
 def test_steps_are_profiled_again_if_a_resume_computes_them_again(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=profile.steps=5:9", "--set=steps=7")
@@ -164,6 +165,7 @@ def test_steps_are_profiled_again_if_a_resume_computes_them_again(command: Comma
     assert trace_of(command, "rank-0.json.gz")["unisono"] == second  # nothing was computed again
 
 
+@pytest.mark.slow
 def test_a_run_without_a_profile_says_what_to_type(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=steps=8")
@@ -215,6 +217,7 @@ def test_a_profiler_of_the_script_keeps_its_events(command: Command) -> None:
     assert own > 10
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_does_not_stop_training(command: Command) -> None:
     command.script(SCRIPT)
     (command.folder / "out").mkdir()

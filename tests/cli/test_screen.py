@@ -144,6 +144,7 @@ def screen_of(raw: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_the_progress_line_makes_way_for_warnings(tmp_path: Path) -> None:
     warns = "        import logging, time, warnings\n        time.sleep(0.6)\n        warnings.warn('old')\n"
     warns += "        logging.getLogger('mine').error('careful')\n"

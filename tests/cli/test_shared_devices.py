@@ -15,6 +15,7 @@ from tests.cli.test_training import SCRIPT, result
 SHARED = ("--ranks", "3", "--ranks-per-device", "3")
 
 
+@pytest.mark.slow
 def test_three_processes_on_one_device_have_the_bits_of_one(command: Command, device_type: str) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--run-dir", "alone", "--set", "steps=6")

@@ -180,6 +180,7 @@ def check_wandb(folder: Folder) -> None:
         assert found == dict(zip(names, kinds, strict=False))
 
 
+@pytest.mark.slow
 @needs("wandb")
 def test_wandb_records_a_run(folder: Folder) -> None:
     assert folder.finish("wandb") == ""

@@ -85,12 +85,13 @@ def check(cluster: Cluster, name: str, fingerprint: str) -> None:
     assert (found["weights_sha256"], found["promise"]) == (fingerprint, "exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("--script-from-config-map",),
-        pytest.param(("--job-set",), marks=pytest.mark.slow),
-        pytest.param(("--ranks", "2"), marks=pytest.mark.slow),
+        ("--job-set",),
+        ("--ranks", "2"),
     ],
     ids=["job", "job-set", "one-each"],
 )
@@ -181,6 +182,7 @@ def test_pods_may_start_at_different_times(cluster: Cluster, fingerprint: str) -
     check(cluster, "late", fingerprint)
 
 
+@pytest.mark.slow
 def test_a_wrong_request_fails_the_job(cluster: Cluster) -> None:
     job = cluster.job("wrong", "--set", "stps=5")
     for index in range(2):

@@ -77,6 +77,46 @@ def test_the_part_without_the_launcher_ends(cluster: Cluster, fingerprint: str) 
                 hosts[name].heal(near, one_way=False)
 
 
+def test_a_minority_does_not_continue(cluster: Cluster) -> None:
+    """The launcher reaches a only, and at least two processes must remain. So all hosts are tried again, in vain."""
+    hosts = cluster.others
+    process = cluster.start("--hosts", "a:1,b:1,c:1", "--ranks", "2:3", "--run-dir", "too-few", "--set", "pause=0.5")
+    cluster.wait_for_step("too-few", 3)
+    for name in "bc":
+        for near in (cluster.head, hosts["a"]):
+            hosts[name].drop(near, one_way=False)
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 2, err
+        assert "Restarting from" in err, err
+        for name in "bc":
+            assert f"Cannot start processes on host {name}." in err, err
+        assert not (cluster.folder / "too-few" / "result.json").exists()
+        assert left(cluster) == []
+    finally:
+        for name in "bc":
+            for near in (cluster.head, hosts["a"]):
+                hosts[name].heal(near, one_way=False)
+
+
+def test_a_restart_needs_only_the_least_number_of_processes(cluster: Cluster, fingerprint: str) -> None:
+    """Audited runs restart after a death (train/recovery/survival.py)."""
+    host = cluster.others["b"]
+    words = ("--hosts", "a:1,b:1,c:1", "--ranks", "2:3", "--run-dir", "fewer")
+    process = cluster.start(*words, "--set", "audit_every=100", "--set", "pause=0.3")
+    cluster.wait_for_step("fewer", 5)
+    host.kill()
+    try:
+        _, err = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, err
+        assert "Without the lost hosts there is room for 2 processes." in err, err
+        assert "hosts: a 1 (eth0), c 1 (eth0)" in err, err
+        assert cluster.result("fewer")["weights_sha256"] == fingerprint
+    finally:
+        host.boot()
+        cluster.ssh.start("b")
+
+
 def test_the_host_of_the_launcher_may_be_the_one_that_ends(cluster: Cluster, fingerprint: str) -> None:
     a, b = cluster.others["a"], cluster.others["b"]
     words = ("--hosts", "head:1,a:1,b:2", "--run-dir", "own", "--set", "pause=0.5")

@@ -143,7 +143,9 @@ def resume(world: World, parallel: dict[str, Any], folder: Path, first: bool) ->
     return peak, found
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(
+    "name", ["shard", *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "shard")]
+)
 def test_a_resume_reads_one_tensor_at_a_time(name: str, tmp_path: Path) -> None:
     run_ranks(resume, 2, PLACEMENTS[name], tmp_path, True)
     assert_small(run_ranks(resume, 2, PLACEMENTS[name], tmp_path, False), LAYERS * LAYER)

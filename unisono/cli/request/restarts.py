@@ -23,6 +23,7 @@ from typing import NamedTuple
 from unisono.checkpoint import emergency_dump
 from unisono.checkpoint.storage import checkpoints_at, storages_of
 from unisono.cli.request.run_options import RunRequest
+from unisono.config.wording import plural
 from unisono.environment import ONE_EACH, DeviceAssignment
 from unisono.errors import UnisonoError
 from unisono.launcher import local_launch
@@ -55,12 +56,17 @@ class Hosts(NamedTuple):
     listed: Sequence[ListedHost]
     connector: Connector
 
-    def without(self, lost: Collection[str], ranks: int) -> Hosts:
-        """Return the hosts without those that are lost, if the others have room for all processes."""
+    def without(self, lost: Collection[str], ranks: RankRange) -> tuple[Hosts, int]:
+        """Return the hosts that are left, and how many processes to start on them.
+
+        Fewer than before only with --ranks MIN:MAX: the axes of a model may need all. Where hosts have room for too few
+        processes, all hosts are tried again, with all processes.
+        """
         left = [host for host in self.listed if host.name not in lost]
-        if self.connector.is_numbered or sum(host.slots for host in left) < ranks:
-            return self
-        return self._replace(listed=left)
+        room = sum(host.slots for host in left)
+        if not self.connector.can_leave_out or room < (ranks.least if ranks.elastic else ranks.usual):
+            return self, ranks.usual
+        return self._replace(listed=left), min(room, ranks.usual)
 
 
 def run_with_restarts(
@@ -81,13 +87,13 @@ def run_with_restarts(
     hosts                 the hosts on which the processes run; None: this one
     """
     emergency_dump.clear(run_dir)
-    reached, failures = _saved(run_dir), 0
+    reached, failures, count = _saved(run_dir), 0, ranks.usual
     while True:
-        cluster = Cluster(hosts.listed, ranks.usual, hosts.connector, say_line) if hosts is not None else None
+        cluster = Cluster(hosts.listed, count, hosts.connector, say_line) if hosts is not None else None
         outcome = local_launch.run(
             script,
             request.arguments(run_dir),
-            ranks=ranks.usual,
+            ranks=count,
             logs=run_dir / "log",
             threads=threads,
             minimum=ranks.least,
@@ -116,7 +122,9 @@ def run_with_restarts(
         print(f"Restarting from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
         if hosts is not None and cluster is not None:
-            hosts = hosts.without(cluster.lost, ranks.usual)
+            hosts, count = hosts.without(cluster.lost, ranks)
+            if count < ranks.usual:
+                say_line(f"Without the lost hosts there is room for {plural(count, 'process', 'processes')}.")
 
 
 def say_line(text: str) -> None:

@@ -57,7 +57,7 @@ class RayConnector:
         say: prints a line for the user.
     """
 
-    is_numbered = False
+    can_leave_out = False
 
     def __init__(self, room: RayRoom, say: Callable[[str], None]) -> None:
         self._room, self._say = room, say

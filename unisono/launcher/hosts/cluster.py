@@ -31,10 +31,11 @@ class Connector(Protocol):
     """Connects to the agents of hosts.
 
     Attributes:
-        is_numbered: whether each host knows its number in the list, so that no host can be left out.
+        can_leave_out: whether a restart may leave out lost hosts. Not where each host knows its number in the list, or
+            where lost ones are replaced.
     """
 
-    is_numbered: bool
+    can_leave_out: bool
 
     def connect(
         self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
@@ -56,7 +57,7 @@ class SshConnector:
         ssh: the ssh command with its own options.
     """
 
-    is_numbered = False
+    can_leave_out = True
 
     def __init__(self, ssh: Sequence[str] = ("ssh",)) -> None:
         self._ssh = ssh

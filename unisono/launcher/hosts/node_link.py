@@ -90,7 +90,7 @@ class NodeConnector:
         say: prints a line for the user.
     """
 
-    is_numbered = True
+    can_leave_out = False
 
     def __init__(self, at: MeetingPoint, say: Callable[[str], None]) -> None:
         self._at, self._say = at, say
