@@ -173,6 +173,7 @@ def nested(levels: int) -> Any:
 
 
 def of_state() -> Iterator[tuple[str, Change]]:
+    value: Any
     for key in ("format", "steps", "models", "identity", "changes", "states"):
         yield f"state without {key}", drop("state", key)
         for value in WRONG:
@@ -180,10 +181,13 @@ def of_state() -> Iterator[tuple[str, Change]]:
     reference = ("state", "states", "model", "weight")
     for shape in ([-2, -3], [2**62, 2**62], [2**31, 2**31], [0, 3], [3, 2], [6], [2.0, 3], [True, 3], "x", None, [2]):
         yield f"shape = {shape}", put(*reference, "shape", shape)
+    dtype: Any
     for dtype in ("float64", "int32", "float16", "object", "Tensor", "__class__", "save", None, 3, []):
         yield f"dtype = {dtype!r}", put(*reference, "dtype", dtype)
+    name: Any
     for name in ("model.bias", "nothing", "../weight", "\ud800", None, 3, []):
         yield f"name = {name!r}", put(*reference, "name", name)
+    kind: Any
     for kind in ("pickle", "map", "set", "tuple", "frozenset", None, [], {}, 3):
         yield f"mark = {kind!r}", put(*reference, "~", kind)
     yield "no name", drop(*reference, "name")
@@ -220,6 +224,7 @@ def of_state() -> Iterator[tuple[str, Change]]:
 
 
 def of_reports() -> Iterator[tuple[str, Change]]:
+    value: Any
     for key in ("attempt", "file", "whole", "parts"):
         yield f"report without {key}", drop("reports", FIRST, key)
         for value in (None, -1, "x", [1], {"a": 1}, [[]]):
@@ -290,6 +295,7 @@ def of_headers() -> Iterator[tuple[str, Change]]:
 
 
 def of_manifest() -> Iterator[tuple[str, Change]]:
+    value: Any
     for name in (
         "../state.json",
         "/etc/passwd",
@@ -322,12 +328,16 @@ def of_manifest() -> Iterator[tuple[str, Change]]:
     ):
         yield f"manifest says {value!r}", entry(STATE, value)
     for missing in (STATE, FIRST, SECOND, ONE, TWO):
-        yield (
-            f"manifest without {missing}",
-            lambda draft, other, name=missing: vars(draft).update(  # type: ignore[misc]
-                entries=lambda entries: entries.pop(name)
-            ),
-        )
+        yield f"manifest without {missing}", without(missing)
+
+
+def without(name: str) -> Change:
+    """Return the change that removes an entry of the manifest."""
+
+    def change(draft: Draft, other: Path) -> None:
+        draft.entries = lambda entries: entries.pop(name)
+
+    return change
 
 
 def of_files() -> Iterator[tuple[str, Change]]:
@@ -363,6 +373,7 @@ def of_files() -> Iterator[tuple[str, Change]]:
 
 def of_states() -> Iterator[tuple[str, Change]]:
     """Yield states of another form than the objects have that load them."""
+    value: Any
     for name in (
         "model",
         "optimizer",

@@ -385,7 +385,7 @@ def check_header(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         kind = DTYPES[tensor.dtype][0]
         entry = {"dtype": kind, "shape": [*tensor.shape]} if kind else {"dtype": "U8", "shape": [tensor.bytes]}
         found = header[name]
-        offsets = found.get("data_offsets") if isinstance(found, dict) else None
+        offsets: Any = found.get("data_offsets") if isinstance(found, dict) else None
         if not (list_of(is_count)(offsets) and len(offsets) == 2) or found != {**entry, "data_offsets": offsets}:
             raise ValueError(f"{_short(name)} is {_short(found)} there instead of {entry}")
         if offsets[1] - offsets[0] != tensor.bytes:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 KINDS = {
     stat.S_IFLNK: "a link",
@@ -29,7 +29,7 @@ def kind_of(path: Path) -> str:
     return _kind(os.lstat(path).st_mode)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:

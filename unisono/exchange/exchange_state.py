@@ -59,7 +59,7 @@ class ExchangeStates:
         except Exception as error:  # the state is data of a checkpoint, and may be anything
             raise CheckpointError(
                 f"Cannot load the state of the exchange {type(exchange).__name__}.",
-                f"Its state does not fit: {error or type(error).__name__}",
+                f"Its state does not fit: {str(error) or type(error).__name__}",
                 "resume with the script that began the run, or start a new run in another --run-dir.",
             ) from error
 

@@ -304,7 +304,7 @@ def refuse_unfit(name: str, thing: Any, path: Path) -> Iterator[None]:
     except Exception as error:
         raise CheckpointError(
             f"Cannot load the state of {name!r} ({type(thing).__name__}) from {path}.",
-            f"Its state does not fit: {error or type(error).__name__}",
+            f"Its state does not fit: {str(error) or type(error).__name__}",
             "resume with the script that began the run, or start a new run in another --run-dir.",
         ) from error
 
