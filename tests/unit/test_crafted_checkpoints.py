@@ -49,7 +49,7 @@ def train(run: Run[Any]) -> str:
 
 def make(world: World, folder: str) -> str:
     """Write the checkpoints after step 2 of two runs, and return the fingerprint of the first one at its end."""
-    ends = []
+    ends = list[str]()
     for name, run_id in (("mine", MINE), ("theirs", THEIRS)):
         path = Path(folder, name)
         path.mkdir()
