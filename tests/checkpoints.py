@@ -15,6 +15,6 @@ from unisono.tensors.codec import TensorTable
 
 def save(run_dir: Path, steps: int, states: Mapping[str, Any], about: Mapping[str, Any], keep: int) -> Path:
     """Write the checkpoint after `steps` steps, keep the `keep` newest, and return its path."""
-    state = packed(states, about, TensorTable())
+    state = packed(states, {"identity": {}, "changes": [], **about}, TensorTable())
     CheckpointSaver(ProcessGroup()).begin(storage_of(run_dir), steps, state, (keep, 0), wait=True)
     return run_dir / "checkpoints" / name_of(steps)

@@ -64,7 +64,7 @@ from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
 from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
 from unisono.train.guarantees.deterministic_kernels import name_unrepeatable_operator
-from unisono.train.guarantees.run_identity import agree, describe_environment
+from unisono.train.guarantees.run_identity import RUN, agree, describe_environment
 from unisono.train.guarantees.user_errors import explain_dtensor_errors
 from unisono.train.loop import choose_loop
 from unisono.train.run import Run
@@ -141,7 +141,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         request = replace(start.request, run_dir=Path(shown), resume=resumes)
         start = replace(start, request=request)
         facts = describe_environment(group.device)
-        differences = agree(group, facts)
+        facts["differences"] = differences = agree(group, facts)
         problems = problems_on_mixed_devices(flatten(loaded.settings), start.line()) if group.mixed else []
         if group.staged and not group.mixed and group.device.type != "cuda":  # gloo sends tensors of CUDA devices
             problems = problems_on_shared_devices(flatten(loaded.settings), start.line())
@@ -160,11 +160,11 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
                 manifest.record_storage(run_dir, where)  # hosts without a shared file system have a run directory each
-        resumes = request.resume and not world.joins  # a replacement gets its state from its peers
-        found = _on_main(group, lambda: start.resume_from(run_dir, identity)) if resumes else None
-        resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
-        if not world.joins:
-            _on_main(group, lambda: start.write_files(run_dir, loaded, {**facts, "differences": differences}))
+        resumed, accept = None, start.accept(loaded.settings.secure.trust)
+        if not world.joins:  # a replacement gets its state from its peers
+            found, identity[RUN] = _on_main(group, lambda: start.begin(run_dir, identity, accept))
+            resumed = open_checkpoint(localize(Path(found), run_dir, accept)) if found else None
+            _on_main(group, lambda: start.write_files(run_dir, loaded, identity[RUN], facts))
         color = wants_color(world.terminal)
         loop = choose_loop(loaded.settings, group)
         context = build_context(

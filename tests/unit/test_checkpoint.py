@@ -238,7 +238,7 @@ DAMAGE = {
     "half a manifest": (lambda path: (path / "manifest.json").write_text('{"files'), r"manifest\.json cannot be read"),
     "a manifest of a list": (lambda path: (path / "manifest.json").write_text("[1]"), r"manifest\.json cannot be read"),
     "bytes": (lambda path: (path / "manifest.json").write_bytes(b"\xff\0"), r"manifest\.json cannot be read"),
-    "a manifest of nothing": (lambda path: (path / "manifest.json").write_text('{"files": {}}'), "does not name state"),
+    "a manifest of nothing": (lambda path: (path / "manifest.json").write_text('{"files": {}}'), "names no files"),
 }
 
 

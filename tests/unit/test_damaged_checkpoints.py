@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from unisono.checkpoint import manifest
+from unisono.checkpoint.contents import FORMAT
 from unisono.checkpoint.load import load, newest
 from unisono.checkpoint.safetensors_writer import chunks_in_place, file_layout
-from unisono.checkpoint.save import FORMAT, SaveJob, packed
+from unisono.checkpoint.save import SaveJob, packed
 from unisono.checkpoint.storage import FolderStorage
 from unisono.errors import CheckpointError
 from unisono.tensors.codec import TensorTable
@@ -38,7 +39,7 @@ def write_by_two_processes(run_dir: Path, step: int) -> Path:
     jobs = []
     for rank in (0, 1):
         tensors = TensorTable()
-        made = packed(whole, {"models": ["model"]}, tensors)
+        made = packed(whole, {"models": ["model"], "identity": {}, "changes": []}, tensors)
         assert not isinstance(made, CheckpointError)
         if rank == 0:
             plain = {"format": FORMAT, "steps": step, **made[1]}

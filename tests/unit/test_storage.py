@@ -31,7 +31,8 @@ from unisono.testing import run_ranks
 
 
 def save_at(storage: Storage, steps: int, keep: tuple[int, int] = (2, 0)) -> None:
-    state = packed({"thing": {"w": torch.full((3,), float(steps))}}, {"models": ["thing"]}, TensorTable())
+    about = {"models": ["thing"], "identity": {}, "changes": []}
+    state = packed({"thing": {"w": torch.full((3,), float(steps))}}, about, TensorTable())
     CheckpointSaver(ProcessGroup()).begin(storage, steps, state, keep, wait=True)
 
 

@@ -39,7 +39,9 @@ class ExportedWeights(NamedTuple):
     """Names of values that are no tensors, which the format cannot hold."""
 
 
-def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
+def export(
+    path: Path, out: Path, model: str | None = None, *, accept: load.Accept = load.any_signature
+) -> ExportedWeights:
     """Write the weights of a run's newest complete checkpoint, or of one checkpoint, to a file.
 
     A failed export leaves no partial file. Needs memory for one copy of the weights.
@@ -48,12 +50,13 @@ def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
         path: A run directory or a checkpoint.
         out: The file to write.
         model: Export only the model tracked under this name, without the prefix.
+        accept: Raises CheckpointError for a checkpoint whose signature is missing or wrong.
 
     Raises:
         CheckpointError: There is no intact checkpoint, or the file cannot be written.
         SettingsError: No model of that name is tracked.
     """
-    folder = load.complete_checkpoint(path, "Cannot export the weights in {}.")
+    folder = load.complete_checkpoint(path, "Cannot export the weights in {}.", accept)
     names = load.metadata_of(folder)["models"]
     if model is not None and model not in names:
         fact = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
@@ -61,6 +64,9 @@ def export(path: Path, out: Path, model: str | None = None) -> ExportedWeights:
     checkpoint = load.load(folder, only=names if model is None else [model])
     load.release(folder)
     states = checkpoint.states
+    if strange := [name for name, state in states.items() if not isinstance(state, dict)]:
+        fact = f"The state of {strange[0]!a} is a {type(states[strange[0]]).__name__}, and no dict of tensors."
+        raise CheckpointError(f"Cannot export the weights in {folder}.", fact, "name another model (--model NAME).")
     values = {
         f"{name}.{key}" if len(states) > 1 else key: value
         for name, state in states.items()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,14 +14,17 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.manifest import STATE
+from unisono.checkpoint.contents import FORMAT, STATE, check_state, read_state
 from unisono.checkpoint.safetensors_reader import LazyTensor, lazy_tensors
-from unisono.checkpoint.save import FORMAT
+from unisono.checkpoint.signature import TrustedKey, check_checkpoint
 from unisono.checkpoint.storage import checkpoints_at, storage_of, storages_of
 from unisono.config import plural
 from unisono.errors import CheckpointError
-from unisono.tensors.codec import decode, specs_of
+from unisono.tensors.codec import decode
 from unisono.tensors.digest import fingerprint_of
+
+Accept = Callable[[Path], None]
+"""Raises CheckpointError for an intact checkpoint that is not to be loaded."""
 
 
 class Checkpoint(NamedTuple):
@@ -33,7 +36,20 @@ class Checkpoint(NamedTuple):
     states: dict[str, Any]
 
 
-def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
+def any_signature(path: Path) -> None:
+    """Accept a checkpoint whether it is signed or not."""
+
+
+def only_signed(keys: Sequence[TrustedKey]) -> Accept:
+    """Return the function that accepts checkpoints which one of these keys has signed; without keys, all."""
+    return partial(_check_signed, keys=keys) if keys else any_signature
+
+
+def _check_signed(path: Path, keys: Sequence[TrustedKey]) -> None:
+    check_checkpoint(path, keys)
+
+
+def newest(run_dir: Path, note: Callable[[str], None], accept: Accept = any_signature) -> Path | None:
     """Return the newest intact checkpoint of a run, or None if the run has no checkpoint.
 
     A checkpoint at a URL is copied into the run directory; the next save removes the copy.
@@ -41,9 +57,10 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
     Args:
         run_dir: The run directory.
         note: Called with a sentence about every damaged checkpoint that is skipped.
+        accept: Raises CheckpointError for an intact checkpoint whose signature is missing or wrong.
 
     Raises:
-        CheckpointError: All checkpoints are damaged.
+        CheckpointError: All checkpoints are damaged, or the newest intact one is not accepted.
     """
     damages = []
     for storage in storages_of(run_dir):
@@ -52,6 +69,7 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
             path = storage.fetch(steps, run_dir / "checkpoints")
             damage = manifest.damage_of(path)
             if damage is None:
+                accept(path)
                 return path
             damages.append(damage)
             note(f"The checkpoint after step {steps} is damaged and skipped: {damage}.")
@@ -66,7 +84,7 @@ def newest(run_dir: Path, note: Callable[[str], None]) -> Path | None:
     )
 
 
-def localize(path: Path, run_dir: Path) -> Path:
+def localize(path: Path, run_dir: Path, accept: Accept = any_signature) -> Path:
     """Return the path at which this process can read the checkpoint that the main process has found.
 
     Hosts that share no folder each fetch a checkpoint that is stored at a URL.
@@ -85,6 +103,7 @@ def localize(path: Path, run_dir: Path) -> Path:
             damage,
             "store checkpoints where every host can read: --set checkpoint.dir=FOLDER, one that they share, or a URL.",
         )
+    accept(found)
     return found
 
 
@@ -105,8 +124,11 @@ def metadata_of(path: Path) -> dict[str, Any]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Return a checkpoint whose tensors are LazyTensors, which are read when they are needed."""
     state = _state(path)
+    try:
+        tensors = lazy_tensors(path, manifest.files_of(path), check_state({"format": FORMAT, **state}))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
     plain = state.pop("states")
-    tensors = lazy_tensors(path, specs_of(plain))
     return Checkpoint(path, state["steps"], state, {name: decode(item, tensors) for name, item in plain.items()})
 
 
@@ -123,25 +145,34 @@ def load(path: Path, *, only: Collection[str] | None = None) -> Checkpoint:
 
 
 def _state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+    try:
+        state = read_state(path)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
     if (version := state.pop("format", 1)) != FORMAT:
         raise CheckpointError(
             f"Cannot read {path}: it has another format.",
-            f"Its format is {version}, and this version of unisono reads and writes {FORMAT}.",
+            f"Its format is {version!a:.40}, and this version of unisono reads and writes {FORMAT}.",
             "resume with the version that wrote it, or begin again in another --run-dir.",
         )
     return state
 
 
-def complete_checkpoint(path: Path, error: str) -> Path:
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    remedy = "name another checkpoint, or remove this one."
+    return CheckpointError(f"Cannot read the checkpoint {path}.", f"{type(error).__name__}: {error}", remedy)
+
+
+def complete_checkpoint(path: Path, error: str, accept: Accept = any_signature) -> Path:
     """Return the newest intact checkpoint of a run directory, or the checkpoint itself if it is intact.
 
     Args:
         path: A run directory or a checkpoint.
         error: First line of the error, with {} for the path.
+        accept: As for `newest`.
 
     Raises:
-        CheckpointError: There is no intact checkpoint.
+        CheckpointError: There is no intact checkpoint, or it is not accepted.
     """
     is_checkpoint = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
     folder = path if is_checkpoint else newest(path, note=lambda text: None)
@@ -154,6 +185,7 @@ def complete_checkpoint(path: Path, error: str) -> Path:
     damage = manifest.damage_of(folder)
     if damage is not None:
         raise CheckpointError(error.format(folder), f"{damage}.", "name another checkpoint.")
+    accept(folder)
     return folder
 
 

@@ -11,19 +11,20 @@ Files are read with the safetensors library, which validates their headers and r
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from unisono.checkpoint.safetensors_writer import NAMES, SUFFIX
+from unisono.checkpoint.contents import DTYPES, StoredPart, StoredTensor, read_parts
+from unisono.checkpoint.regular_file import open_regular
+from unisono.checkpoint.safetensors_writer import NAMES
 from unisono.errors import CheckpointError
-from unisono.tensors.spec import TensorSpec
+from unisono.tensors.spec import dtype_name
 
 WINDOW = 16 * 2**20
 """Bytes that are read before files are closed and opened again."""
@@ -46,25 +47,32 @@ class SafetensorsFiles:
             self._open, self._read = {}, 0
         self._read += prod(part.stop - part.start for part in box) * dtype.itemsize
         if file_name not in self._open:
-            self._open[file_name] = safe_open(self.folder / file_name, "pt")
+            self._open[file_name] = self._opened(self.folder / file_name)
         file = self._open[file_name]
-        if dtype not in NAMES:  # stored as bytes
-            return file.get_tensor(name).view(dtype).view(*shape)[tuple(box)]
-        if list(file.get_slice(name).get_shape()) != list(shape):
+        stored = file.get_slice(name)
+        kind, size = DTYPES[dtype_name(dtype)]
+        wanted = (kind, list(shape)) if kind else ("U8", [prod(shape) * size])
+        if (found := (stored.get_dtype(), list(stored.get_shape()))) != wanted:  # changed since it was checked
             raise CheckpointError(
-                f"Cannot read {name} from {self.folder / file_name}: its shape is wrong.",
-                f"It has the shape {file.get_slice(name).get_shape()} there instead of {list(shape)}.",
+                f"Cannot read {name!a} from {self.folder / file_name}: its dtype or shape is wrong.",
+                f"It is {found[0]} {found[1]} there instead of {wanted[0]} {wanted[1]}.",
                 "name another checkpoint, or remove this one.",
             )
-        return file.get_slice(name)[tuple(box)] if box else file.get_tensor(name)
+        if dtype not in NAMES:  # stored as bytes
+            return file.get_tensor(name).view(dtype).view(*shape)[tuple(box)]
+        return stored[tuple(box)] if box else file.get_tensor(name)
 
-
-class StoredPart(NamedTuple):
-    """A part of a tensor: the file, the index of its first element in the whole, and its shape."""
-
-    file_name: str
-    start: Sequence[int]
-    shape: Sequence[int]
+    def _opened(self, path: Path) -> Any:
+        """Map a file. The mapping outlives the file that is opened here."""
+        try:
+            with open_regular(path) as file:
+                return safe_open(f"/proc/self/fd/{file.fileno()}", "pt")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(
+                f"Cannot read {path}.",
+                f"{type(error).__name__}: {error}",
+                "name another checkpoint, or remove this one.",
+            ) from error
 
 
 @dataclass
@@ -96,36 +104,20 @@ class LazyTensor:
         return out
 
 
-def lazy_tensors(folder: Path, specs: Mapping[str, TensorSpec]) -> dict[str, LazyTensor]:
+def lazy_tensors(folder: Path, names: Collection[str], specs: Mapping[str, StoredTensor]) -> dict[str, LazyTensor]:
     """Return the tensors of a complete checkpoint by name.
 
     Args:
         folder: The checkpoint.
+        names: Names of its files.
         specs: Dtype and shape of every tensor, from state.json.
 
     Raises:
-        CheckpointError: The files hold fewer or more elements of a tensor than it has.
+        OSError: A report about a file cannot be read.
+        ValueError: The files do not hold each element of each tensor exactly once.
     """
-    files = SafetensorsFiles(folder)
-    found = {
-        name: LazyTensor(files, name, spec.torch_dtype, torch.Size(spec.shape), []) for name, spec in specs.items()
+    files, parts = SafetensorsFiles(folder), read_parts(folder, names, specs)
+    return {
+        name: LazyTensor(files, name, getattr(torch, spec.dtype), torch.Size(spec.shape), parts[name])
+        for name, spec in specs.items()
     }
-    for path in sorted(folder.glob("rank-*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        file_name = path.with_suffix(SUFFIX).name
-        for name in report["whole"]:
-            if name in found:
-                shape = found[name].shape
-                found[name].parts.append(StoredPart(file_name, [0] * len(shape), shape))
-        for name, (start, shape) in report["parts"].items():
-            if name in found:
-                found[name].parts.append(StoredPart(file_name, start, shape))
-    for tensor in found.values():
-        count = sum(prod(part.shape) for part in tensor.parts)
-        if count != tensor.shape.numel():
-            raise CheckpointError(
-                f"Cannot read {tensor.name} from {folder}: it is incomplete.",
-                f"The files hold {count} of its elements, and it has {tensor.shape.numel()}.",
-                "name another checkpoint, or remove this one.",
-            )
-    return found

@@ -19,29 +19,11 @@ from typing import NamedTuple
 
 import torch
 
+from unisono.checkpoint.contents import DTYPES
 from unisono.tensors.spec import as_bytes
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-}
+NAMES = {getattr(torch, name): kind for name, (kind, _) in DTYPES.items() if kind}
 """Names of dtypes in the format. A tensor of another dtype is stored as bytes; state.json states its dtype."""
-
-SUFFIX = ".safetensors"
 
 CHUNK = 1 << 24
 """Bytes that are written at once. Between two chunks the writer checks whether the save was canceled."""

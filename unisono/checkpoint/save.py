@@ -33,16 +33,15 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from unisono.checkpoint.manifest import STATE, WrittenFile, name_of
-from unisono.checkpoint.safetensors_writer import SUFFIX, StagingBuffer, chunks_in_place, file_layout
+from unisono.checkpoint.contents import FORMAT, MOST_JSON, STATE, SUFFIX, check_state
+from unisono.checkpoint.manifest import WrittenFile, name_of
+from unisono.checkpoint.safetensors_writer import StagingBuffer, chunks_in_place, file_layout
 from unisono.checkpoint.storage import Storage, clear_old
 from unisono.config import size
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError, Problem
+from unisono.json_forms import parse_value
 from unisono.tensors.codec import TensorTable, encode, specs_of
-
-FORMAT = 3
-"""Version of the files of a checkpoint, stored in state.json. (1 had torch's index of one file; 2 had no layout.)"""
 
 POLL_SECONDS = (0.01, 0.5)
 """Shortest and longest pause between two looks of the main process for reports."""
@@ -125,7 +124,7 @@ class SaveJob:
             if self.plain is not None and self.problem is None:
                 files, reports = self._wait_for_reports()
                 self._check_covered(reports)
-                files[STATE] = self.storage.write(self.steps, STATE, [json.dumps(self.plain).encode()])
+                files[STATE] = self.storage.write(self.steps, STATE, [self._checked()])
                 self.storage.publish(self.steps, files)
                 clear_old(self.storage, self.steps, *self.keep)
         except Exception as error:
@@ -171,6 +170,22 @@ class SaveJob:
                     "store checkpoints where all hosts see them: --set checkpoint.dir=FOLDER (a shared one), or a URL.",
                 )
             pause = min(pause * 1.5, longest)
+
+    def _checked(self) -> bytes:
+        """Return the content of state.json, which a load will accept."""
+        assert self.plain is not None
+        text = json.dumps(self.plain).encode()
+        try:
+            check_state(parse_value(text))
+            if len(text) > MOST_JSON:
+                raise ValueError(f"its numbers and text take {len(text):,} bytes, and at most {MOST_JSON:,} are read")
+        except ValueError as error:
+            raise CheckpointError(
+                f"Cannot save {name_of(self.steps)}: it could not be loaded.",
+                f"{STATE}: {error}.",
+                "let state_dict() return long lists as tensors, and nested ones flat.",
+            ) from error
+        return text
 
     def _check_covered(self, reports: Iterable[Mapping[str, Any]]) -> None:
         """Check that all elements of all tensors in state.json are stored."""

@@ -17,15 +17,17 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import MANIFEST, WrittenFile, name_of
+from unisono.checkpoint.signature import Sign, unsigned
 from unisono.config import plural
 from unisono.errors import CheckpointError, SettingsError
+from unisono.json_forms import parse
 
 
 class Storage(Protocol):
@@ -65,10 +67,10 @@ class Storage(Protocol):
 
 
 class FolderStorage:
-    """Checkpoints in a folder."""
+    """Checkpoints in a folder. `sign` returns the signature of each that is published."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, sign: Sign = unsigned) -> None:
+        self.root, self.sign = root, sign
 
     def __str__(self) -> str:
         return str(self.root)
@@ -105,6 +107,7 @@ class FolderStorage:
             return None
 
     def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
+        files = {**files, **write_all(self, steps, self.sign(files))}
         folder, final = self._draft(steps), self.root / name_of(steps)
         for path in folder.iterdir():  # left by a failed attempt, perhaps of more processes
             if path.name not in files:
@@ -146,8 +149,8 @@ publishes anything."""
 class BucketStorage:
     """Checkpoints at a URL of fsspec (https://filesystem-spec.readthedocs.io). A put to S3 is atomic."""
 
-    def __init__(self, url: str, **options: Any) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, sign: Sign = unsigned, **options: Any) -> None:
+        self.url, self.sign = url.rstrip("/"), sign
         self._fs, self._root = _filesystem(self.url, options)
         self._token: str | None = None
 
@@ -180,7 +183,7 @@ class BucketStorage:
 
     def _check_claim(self) -> None:
         try:
-            writer = json.loads(self._fs.cat_file(f"{self._root}/{WRITER}"))
+            writer = parse(self._fs.cat_file(f"{self._root}/{WRITER}")) or {}
         except FileNotFoundError:
             writer = {}
         if writer.get("mark") != self._token:
@@ -214,6 +217,7 @@ class BucketStorage:
 
     def publish(self, steps: int, files: dict[str, WrittenFile]) -> None:
         self._check_claim()
+        files = {**files, **write_all(self, steps, self.sign(files))}
         self._fs.pipe_file(self._path(steps, MANIFEST), manifest.sealed(files))
 
     def discard(self, steps: int) -> None:
@@ -236,25 +240,41 @@ class BucketStorage:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for path in self._fs.ls(self._path(steps), detail=False):
-            self._fs.get_file(path, str(folder / path.rpartition("/")[2]))
+            name = path.rpartition("/")[2]
+            if name == MANIFEST or manifest.FILE.fullmatch(name):  # others are no files of a checkpoint
+                self._fs.get_file(path, str(folder / name))
         return folder
 
     def free(self) -> int | None:
         return None
 
 
+def write_all(storage: Storage, steps: int, contents: Mapping[str, bytes]) -> dict[str, WrittenFile]:
+    """Write small files of a checkpoint that is not published yet."""
+    return {name: storage.write(steps, name, [content]) for name, content in contents.items()}
+
+
 PACKAGES = {"s3": "unisono[s3]", "s3a": "unisono[s3]", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 """The package that fsspec needs for a protocol."""
+
+SCHEMES = (*PACKAGES, "file", "local", "memory")
+"""Schemes of URLs at which checkpoints are stored. fsspec knows more, and some of them unpack archives, run programs,
+or join several URLs to one; a run directory of unknown origin may name any."""
 
 
 def _filesystem(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it. Raises CheckpointError if it cannot be opened."""
     import fsspec  # type: ignore[import-untyped]
 
+    protocol = url.partition("://")[0]
+    if protocol not in SCHEMES or "::" in url:
+        facts = f"Checkpoints are stored at URLs that begin with {', '.join(f'{name}://' for name in SCHEMES)}."
+        raise CheckpointError(
+            f"Cannot store checkpoints at {url!a}.", facts, "--set checkpoint.dir=FOLDER, or such a URL."
+        )
     try:
         fs, root = fsspec.core.url_to_fs(url, **options)
     except Exception as error:  # a missing package, an unknown protocol, credentials
-        protocol = url.partition("://")[0]
         missing = isinstance(error, ImportError) and protocol in PACKAGES
         remedy = f"pip install '{PACKAGES[protocol]}'" if missing else "--set checkpoint.dir=FOLDER, or another URL."
         raise CheckpointError(
@@ -263,21 +283,21 @@ def _filesystem(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return fs, root.rstrip("/")
 
 
-def storage_at(location: str | Path, **options: Any) -> Storage:
+def storage_at(location: str | Path, sign: Sign = unsigned, **options: Any) -> Storage:
     """Return the storage at a folder or a URL. `options` are those of fsspec's file system."""
     if isinstance(location, str) and "://" in location and not location.startswith(("file://", "local://")):
-        return BucketStorage(location, **options)
-    return FolderStorage(Path(str(location).removeprefix("file://").removeprefix("local://")))
+        return BucketStorage(location, sign, **options)
+    return FolderStorage(Path(str(location).removeprefix("file://").removeprefix("local://")), sign)
 
 
-def storages_of(run_dir: Path) -> list[Storage]:
+def storages_of(run_dir: Path, sign: Sign = unsigned) -> list[Storage]:
     """Return all storages that a run has used, newest first."""
-    return [storage_at(location or run_dir / "checkpoints") for location in manifest.storage_history(run_dir)]
+    return [storage_at(location or run_dir / "checkpoints", sign) for location in manifest.storage_history(run_dir)]
 
 
-def storage_of(run_dir: Path) -> Storage:
-    """Return the storage in which a run saves."""
-    return storages_of(run_dir)[0]
+def storage_of(run_dir: Path, sign: Sign = unsigned) -> Storage:
+    """Return the storage in which a run saves. `sign` returns the signature of each checkpoint."""
+    return storages_of(run_dir, sign)[0]
 
 
 def prepare_storage(run_dir: Path, location: str | None, *, resume: bool) -> Path | None:

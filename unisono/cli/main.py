@@ -31,6 +31,7 @@ from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
 from unisono.cli.inspect.report import report
 from unisono.cli.inspect.top import top
+from unisono.cli.inspect.verify import verify
 from unisono.cli.inspect.watch import watch
 from unisono.cli.logs.logs_command import logs
 from unisono.cli.request.request_checks import inspect_script
@@ -153,6 +154,12 @@ WATCH = """\
 EXPORT = """\
   unisono export runs/mine model.safetensors
   unisono export runs/mine average.safetensors --model average
+  unisono export runs/mine model.safetensors --sign release.pem
+"""
+
+SIGNED = """\
+  unisono verify runs/mine --key team.pub    its newest checkpoint
+  unisono verify model.safetensors --key team.pub
 """
 
 TRAIN, VERIFY, INSPECT = (Group(name, sort_key=i) for i, name in enumerate(("Train", "Verify", "Inspect")))
@@ -168,6 +175,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (prove, VERIFY, PROVE),
     (audit, VERIFY, AUDIT),
     (replay, VERIFY, REPLAY),
+    (verify, VERIFY, SIGNED),
     (report, INSPECT, REPORT),
     (watch, INSPECT, WATCH),
     (top, INSPECT, TOP),

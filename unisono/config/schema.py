@@ -280,6 +280,16 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecureSettings:
+    """What a run trusts, and what proves that its files are its own."""
+
+    sign: str | None = setting(None, "file of an Ed25519 private key that signs each checkpoint; none: no signature")
+    trust: list[str] = setting(
+        [], "files of public keys; a checkpoint that none of them has signed is not loaded; []: any is loaded"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings that every run has. A script's own class inherits from this one."""
 
@@ -325,6 +335,7 @@ class Settings:
     machine: MachineSettings = field(default_factory=MachineSettings)
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     promise: PromiseSettings = field(default_factory=PromiseSettings)
+    secure: SecureSettings = field(default_factory=SecureSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
 
 
@@ -343,6 +354,7 @@ SECTIONS = (
     ProfileSettings,
     MetricsSettings,
     PromiseSettings,
+    SecureSettings,
     WatchdogSettings,
 )
 """The classes of settings that the library itself defines."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unisono.errors import CheckpointError, UnisonoError
 from unisono.exchange.base import Exchange
 
 
@@ -49,8 +50,18 @@ class ExchangeStates:
                 self._waiting.clear()
         self.exchanges[key] = exchange
         saved = self._usable().pop(key, None)
-        if saved is not None:
+        if saved is None:
+            return
+        try:
             exchange.load_state_dict(saved)
+        except UnisonoError:
+            raise
+        except Exception as error:  # the state is data of a checkpoint, and may be anything
+            raise CheckpointError(
+                f"Cannot load the state of the exchange {type(exchange).__name__}.",
+                f"Its state does not fit: {str(error) or type(error).__name__}",
+                "resume with the script that began the run, or start a new run in another --run-dir.",
+            ) from error
 
     def forget(self) -> None:
         """Drop the exchanges, which are closed because other parameters train from now on."""

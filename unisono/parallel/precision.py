@@ -95,5 +95,5 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.on and state["on"]:  # the run may have had another precision
-            self.value, self.good = max(state["value"], self.LEAST), state["good"]
-            self.skipped = state["skipped"]
+            self.value, self.good = max(float(state["value"]), self.LEAST), int(state["good"])
+            self.skipped = int(state["skipped"])

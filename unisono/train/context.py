@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import torch
 
 from unisono.checkpoint.load import Checkpoint
+from unisono.checkpoint.signature import Sign, signing, unsigned
 from unisono.config import Settings
 from unisono.config.mesh_shape import fill, wanted
 from unisono.data.rng import RngStates
@@ -198,7 +199,7 @@ def build_context(
     progress = Progress(steps_done=steps, resumed_at=steps, differences=list(differences))
     progress.changes += [*(resumed.about["changes"] if resumed else ()), *changes]
     step_sync = StepSync(settings.virtual_ranks, loop.group, speaks=mesh.is_leader, slices=mesh.context)
-    models, state = Models(mesh, settings.virtual_ranks), RunState(run_dir, mesh, resumed)
+    models, state = Models(mesh, settings.virtual_ranks), RunState(run_dir, mesh, resumed, _signer(settings, world))
     state.placed = models.modules
     scale, generators = LossScale(settings.precision), RngStates(loop.group.device)
     exchange_states = ExchangeStates(f"{settings.exchange} {settings.compress.kind}")
@@ -227,3 +228,8 @@ def build_context(
     loop.attach(context)  # before anything is loaded
     state.track(**{ATTRIBUTES: models.buffers.attributes, EXCHANGE: exchange_states, SCALE: scale, RANDOM: generators})
     return context
+
+
+def _signer(settings: Settings, world: World) -> Sign:
+    """Return the function that signs checkpoints, as the settings say."""
+    return unsigned if settings.secure.sign is None else signing(Path(world.folder, settings.secure.sign))

@@ -18,6 +18,7 @@ from typing import NamedTuple, TextIO
 from unisono.checkpoint import manifest
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
+from unisono.json_forms import is_text, parse
 
 RUNS = Path("runs")
 """The folder for run directories, in the working directory."""
@@ -109,6 +110,15 @@ def _run_in(path: Path) -> str:
     if (path / "result.json").exists():
         found.append("a result.json")
     return " and ".join(found)
+
+
+def run_in(path: Path) -> str | None:
+    """Return the id of the run in a run directory; None if there is none, or its environment.json cannot be read."""
+    try:
+        known = parse((path / "environment.json").read_bytes()) or {}
+    except OSError:
+        return None
+    return known["run"] if is_text(known.get("run")) else None
 
 
 def _problems_of_kind(path: Path, line: CommandLine) -> list[Problem]:

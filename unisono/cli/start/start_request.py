@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.checkpoint import manifest
-from unisono.checkpoint.load import Checkpoint, metadata_of, newest
+from unisono.checkpoint.load import Accept, Checkpoint, metadata_of, newest, only_signed
+from unisono.checkpoint.signature import key_problems, trusted_keys
 from unisono.checkpoint.storage import prepare_storage
 from unisono.cli.request.run_dir import (
     choose_run_dir,
@@ -20,19 +21,20 @@ from unisono.cli.request.run_dir import (
     newest_run,
     not_writable,
     problems_of_run_dir,
+    run_in,
     write,
 )
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train, recipes
 from unisono.cli.start.autoresume import job_mark
 from unisono.cli.start.device_checks import problems_here
-from unisono.config import CommandLine, LoadedSettings, Settings, gather, provenance_lines
+from unisono.config import CommandLine, LoadedSettings, SecureSettings, Settings, gather, provenance_lines
 from unisono.config.validate import examine
 from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
-from unisono.errors import SettingsError
+from unisono.errors import Problem, SettingsError
 from unisono.monitor import console
-from unisono.train.guarantees.run_identity import compare
+from unisono.train.guarantees.run_identity import RUN, compare, foreign_checkpoint, new_run
 from unisono.train.run import Run
 
 S = TypeVar("S", bound=Settings)
@@ -43,7 +45,7 @@ KNOWN_LATER = ("length", "kernels", "ties", "own exchange")
 NEVER_ACCEPTED = ("layout", "ties")
 """Fields whose changes need no --accept-change; result.json lists them."""
 
-COMPARED_LATER = (*KNOWN_LATER, "layout")
+COMPARED_LATER = (*KNOWN_LATER, "layout", RUN)
 """Fields that are compared elsewhere."""
 
 
@@ -91,6 +93,7 @@ class StartRequest:
         if loaded is not None and not problems:
             problems += problems_here(loaded.settings, self.world.size, line)
             problems += backend_problems(loaded.settings.backend, line)
+            problems += self.key_problems(loaded.settings.secure)
         if self.world.launcher == "python":  # with other launchers the main process checks it
             problems += problems_of_run_dir(stem, request.run_dir, resume=request.resume, line=line)
         problems += request.problems_of_accepted((), line) + request.problems_of_faults(line)
@@ -109,11 +112,11 @@ class StartRequest:
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
-    def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
+    def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], run: str, facts: dict[str, Any]) -> None:
         """Write settings.toml and environment.json. Raises SettingsError if that fails, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
         started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
-        started |= {"folder": self.world.folder, **job_mark(self.request)}
+        started |= {"folder": self.world.folder, **job_mark(self.request), RUN: run}
         try:
             write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
             write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
@@ -145,21 +148,46 @@ class StartRequest:
             another = self.line().setting("checkpoint.dir=" + shlex.quote(f"{where}-2"))
             raise SettingsError(f"{where} is in use.", error.problems[0].facts, str(another)) from None
 
-    def resume_from(self, run_dir: Path, identity: dict[str, Any]) -> str | None:
-        """Return the checkpoint to resume; None if there is none yet. Raises SettingsError if it does not match."""
-        path = newest(run_dir, console.print_line)
+    def begin(self, run_dir: Path, identity: dict[str, Any], accept: Accept) -> tuple[str | None, str]:
+        """Return the checkpoint to resume, None for a start at step 0, and the id of the run.
+
+        Args:
+            run_dir: the run directory.
+            identity: the facts on which the bits of the run depend.
+            accept: raises CheckpointError for a checkpoint whose signature is missing or wrong.
+
+        Raises:
+            SettingsError: the checkpoint does not match, or belongs to another run.
+            CheckpointError: it cannot be read, or is not signed.
+        """
+        if not self.request.resume:
+            return None, new_run()
+        path, own = newest(run_dir, console.print_line, accept), run_in(run_dir)
         before = metadata_of(path)["identity"] if path is not None else {}
-        fields = {*before, *identity, "length", "kernels"} - {*NEVER_ACCEPTED}
+        fields = {*before, *identity, "length", "kernels", RUN} - {*NEVER_ACCEPTED}
         problems = self.request.problems_of_accepted(fields, self.line())
         known = {name: value for name, value in before.items() if name not in COMPARED_LATER}
         if path is not None:
             now = {name: value for name, value in identity.items() if name not in COMPARED_LATER}
             problems += compare(known, now, list(self.request.accept_change), str(self.line()))
+        if path is not None and RUN not in self.request.accept_change:
+            problems += foreign_checkpoint(path, before.get(RUN), own, self.line())
         if problems:
             raise SettingsError.of(problems)
         if path is None:
             console.print_line(f"There is no checkpoint in {self.request.run_dir} yet. Starting at step 0.")
-        return str(path) if path is not None else None
+            return None, own or new_run()
+        saved = before.get(RUN)
+        return str(path), saved if isinstance(saved, str) else own or new_run()
+
+    def accept(self, trust: Sequence[str]) -> Accept:
+        """Return the function that refuses checkpoints which none of these keys has signed."""
+        return only_signed(trusted_keys([Path(self.world.folder, path) for path in trust]))
+
+    def key_problems(self, secure: SecureSettings) -> list[Problem]:
+        """Return what is wrong with the keys that the settings name."""
+        sign = None if secure.sign is None else Path(self.world.folder, secure.sign)
+        return key_problems(sign, [Path(self.world.folder, path) for path in secure.trust])
 
 
 def accepted_changes(resumed: Checkpoint | None, identity: dict[str, Any], request: RunRequest) -> list[dict[str, Any]]:
@@ -173,5 +201,5 @@ def accepted_changes(resumed: Checkpoint | None, identity: dict[str, Any], reque
     return [
         {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
         for name in (*request.accept_change, "layout")
-        if name not in KNOWN_LATER and before.get(name) != identity.get(name)
+        if name not in (*KNOWN_LATER, RUN) and before.get(name) != identity.get(name)
     ]

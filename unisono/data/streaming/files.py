@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,18 @@ from typing import IO, Any
 
 import fsspec  # type: ignore[import-untyped]
 from braceexpand import braceexpand
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
 from unisono import environment
 from unisono.errors import DataError
+
+SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "hf", "http", "https", "file", "local", "memory")
+"""Schemes of URLs of shards. fsspec knows more, and some of them run programs, or join several URLs to one."""
+
+MOST_SAMPLE = 1 << 31
+"""Largest size in bytes of one file in a compressed tar, and of one line of a compressed file. A compressed file of
+1 MB may hold 1 GB of zeros."""
 
 INDEX_VERSION = 1
 """Version of the cached indexes; part of their file names."""
@@ -48,6 +57,7 @@ def expand(urls: str | Path | Sequence[str | Path]) -> list[str]:
     for url in [urls] if isinstance(urls, (str, Path)) else urls:
         matches: list[str] = []
         for pattern in _expand_braces(str(url)):
+            refuse_scheme(pattern)
             file_system, path = fsspec.core.url_to_fs(pattern)
             if glob.has_magic(path):
                 paths = file_system.glob(path)
@@ -58,6 +68,24 @@ def expand(urls: str | Path | Sequence[str | Path]) -> list[str]:
             raise DataError(f"No file matches {url}.", "A stream needs at least one shard.", "check the pattern.")
         found += matches
     return found
+
+
+def refuse_scheme(url: str) -> None:
+    """Raise DataError for a URL whose scheme is not one of SCHEMES."""
+    scheme, found, _ = url.partition("://")
+    if (found and scheme not in SCHEMES) or "::" in url:
+        names = ", ".join(f"{name}://" for name in SCHEMES)
+        raise DataError(
+            f"Cannot read {url!a}.", f"Shards are files, or URLs that begin with {names}.", "copy the file."
+        )
+
+
+def decode_json(text: bytes) -> Any:
+    """Return a JSON value. Raises ValueError if it is none, or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _expand_braces(url: str) -> list[str]:
@@ -78,7 +106,11 @@ def open_file(url: str) -> IO[bytes]:
     Raises:
         DataError: the file cannot be opened.
     """
+    refuse_scheme(url)
     try:
+        system, path = fsspec.core.url_to_fs(url)
+        if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("it is no regular file")  # a FIFO would wait, and a device has no end
         file: IO[bytes] = fsspec.open(url, "rb", compression=compression(url)).open()
     except (OSError, ImportError, ValueError) as error:
         raise DataError(

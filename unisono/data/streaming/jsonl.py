@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.streaming.files import DamagedSample, cached_index, compression, expand, open_file
+from unisono.data.streaming.files import (
+    MOST_SAMPLE,
+    DamagedSample,
+    cached_index,
+    compression,
+    decode_json,
+    expand,
+    open_file,
+)
 
 BLOCK_BYTES = 1 << 20
 """Size of a read while a file is indexed."""
@@ -27,7 +34,7 @@ class JsonLines:
         return CompressedLineReader(url) if compression(url) else LineReader(url)
 
     def decode(self, raw: bytes) -> Any:
-        return json.loads(raw)
+        return decode_json(raw)
 
 
 class LineReader:
@@ -78,11 +85,13 @@ class CompressedLineReader:
         with open_file(self._url) as file:
             while True:
                 try:
-                    line = file.readline()
+                    line = file.readline(MOST_SAMPLE)
                 except Exception as error:  # zlib, lzma and bz2 raise errors of their own types
                     raise DamagedSample(offset, f"It cannot be decompressed: {error}") from error
                 if not line:
                     return
+                if len(line) >= MOST_SAMPLE:
+                    raise DamagedSample(offset, f"The line has more than {MOST_SAMPLE:,} bytes.")
                 if line.strip():
                     yield line
                     offset += 1

@@ -5,21 +5,34 @@
 
 https://github.com/webdataset/webdataset describes the layout. Indexing seeks from header to header, so the samples of
 an uncompressed tar can be read in any order. A compressed tar is read from its beginning.
+
+A tar is read, and never unpacked: names of members become keys and extensions, and no path. Only regular files are
+members of samples. Links, devices and FIFOs are skipped.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
-from unisono.data.streaming.files import DamagedSample, cached_index, compression, expand, open_file
+from unisono.data.streaming.files import (
+    MOST_SAMPLE,
+    DamagedSample,
+    cached_index,
+    compression,
+    decode_json,
+    expand,
+    open_file,
+)
+
+MOST_EXTENSION = 1 << 20
+"""Largest header of a tar with long names and other attributes, in bytes."""
 
 Raw = tuple[str, dict[str, bytes]]
 """The key of a sample, and the contents of its members by extension."""
@@ -47,10 +60,18 @@ def _decode_member(extension: str, content: bytes) -> Any:
     if kind in ("txt", "text", "transcript"):
         return content.decode("utf-8")
     if kind in ("json", "jsn"):
-        return json.loads(content)
+        return decode_json(content)
     if kind == "npy":
-        return np.load(io.BytesIO(content), allow_pickle=False)
+        return _decode_array(content)
     return content
+
+
+def _decode_array(content: bytes) -> Any:
+    """Return an array in numpy's format. Its header may promise more elements than follow, and of any type."""
+    try:
+        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # of the parser of the header, of dtypes, MemoryError
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 class TarReader:
@@ -110,6 +131,19 @@ class CompressedTarReader:
                 yield last
 
 
+class _BoundedReads:
+    """A file of which one read returns at most `most` bytes: tarfile reads as much as a header of a tar says."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self.most = file, MOST_EXTENSION
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        if not 0 <= size <= self.most:
+            raise tarfile.ReadError(f"a header asks for {size:,} bytes, and at most {self.most:,} are read")
+        return self._file.read(size)
+
+
 class _Members:
     """Iterate over the files in a tar: (name, (first byte, bytes)), or with `contents` (name, content).
 
@@ -123,15 +157,19 @@ class _Members:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         try:
-            with tarfile.open(fileobj=self.file, mode="r:") as tar:
+            reads, before = _BoundedReads(self.file), -1
+            with tarfile.open(fileobj=cast(IO[bytes], reads), mode="r:") as tar:
                 while (member := tar.next()) is not None:
                     tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them in memory
+                    before = _check_member(tar, member, before)
                     if not member.isreg():
                         continue
                     if self.contents:
                         content = tar.extractfile(member)
                         assert content is not None
+                        reads.most = max(MOST_EXTENSION, min(member.size, MOST_SAMPLE))
                         yield member.name, content.read()
+                        reads.most = MOST_EXTENSION
                     else:
                         yield member.name, (member.offset_data, member.size)
                 self.file.seek(tar.offset)
@@ -140,10 +178,24 @@ class _Members:
                     self.problem = f"There is no tar header at byte {tar.offset:,}."
         except (tarfile.TarError, OSError, EOFError) as error:
             self.problem = f"{type(error).__name__}: {error}, near byte {_position(self.file):,}."
-        except Exception as error:  # zlib, lzma and bz2 raise errors of their own types
-            if not self.contents:
-                raise
-            self.problem = f"It cannot be decompressed: {error}"
+        except Exception as error:  # zlib, lzma and bz2 raise errors of their own types; headers may be anything
+            words = "It cannot be decompressed" if self.contents else type(error).__name__
+            self.problem = f"{words}: {error}"
+
+
+def _check_member(tar: tarfile.TarFile, member: tarfile.TarInfo, before: int) -> int:
+    """Return the offset of the next header. Raises ReadError unless it is behind the last one, and sizes are possible.
+
+    Args:
+        tar: The archive, which has read the header of `member`.
+        member: The member.
+        before: The offset that was returned for the last member.
+    """
+    if member.size < 0 or tar.offset <= before:
+        raise tarfile.ReadError(f"a member has {member.size:,} bytes")
+    if member.issparse():
+        raise tarfile.ReadError("a member is a sparse file, whose size is not that of its content")
+    return tar.offset
 
 
 def _position(file: IO[bytes]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,37 @@ import numpy as np
 import torch
 
 from unisono import __version__, environment
-from unisono.config import ENVIRONMENT
+from unisono.config import ENVIRONMENT, CommandLine
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import Problem, WorldError
+
+RUN = "run"
+"""The field of the identity with the id of the run. It is made at the start, and every resume keeps it."""
+
+
+def new_run() -> str:
+    """Return the id of a run that begins: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def foreign_checkpoint(path: Path, saved: Any, own: str | None, line: CommandLine) -> list[Problem]:
+    """Return a problem if a checkpoint belongs to another run.
+
+    Args:
+        path: the checkpoint.
+        saved: the id of the run that saved it.
+        own: the id of the run in whose directory it is; None: the directory does not say.
+        line: the typed command, for messages.
+    """
+    if own is None or saved == own:
+        return []
+    return [
+        Problem(
+            f"Cannot resume from {path}: it belongs to another run.",
+            f"The run {saved!a:.40} has saved it, and this is the run {own!r}.",
+            f"move it to another folder; or, to continue that run here: {line.flag('--accept-change', RUN)}",
+        )
+    ]
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import torch
 
 from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.value_transfer import broadcast_tensors
-from unisono.errors import LoopError
+from unisono.errors import CheckpointError, LoopError
 from unisono.tensors.codec import TensorTable, decode, encode
 from unisono.train.modules.attribute_reads import AttributeReads
 from unisono.train.modules.attribute_snapshot import ABSENT, AttributeSnapshot
@@ -249,6 +249,9 @@ class ModuleAttributes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`. Values of models that are not placed yet are kept for them."""
+        for part in (state.get("attributes", {}), state.get("buffers", {})):
+            if not isinstance(part, Mapping) or not all(isinstance(values, Mapping) for values in part.values()):
+                raise TypeError("attributes and buffers are dicts of dicts")
         self._waiting = state
         if self._modules:
             self._take_up()
@@ -261,11 +264,22 @@ class ModuleAttributes:
             if module in self._modules:
                 holder = vars(self._modules[module])
                 for attribute, value in values.items():
+                    _refuse_method(self._modules[module], attribute)
                     holder[attribute] = _at_home(value, holder.get(attribute), self.device)
                     self._moved.add((module, attribute))
         for module, tensors in waiting.get("buffers", {}).items():
             if module in self._modules:
                 self._modules[module]._buffers.update({key: t.to(self.device) for key, t in tensors.items()})
+
+
+def _refuse_method(module: torch.nn.Module, attribute: str) -> None:
+    """Raise CheckpointError for an attribute that is no value of a module, which `state_dict` never returns."""
+    if attribute in INTERNAL or callable(getattr(type(module), attribute, None)):
+        raise CheckpointError(
+            f"Cannot load the attributes of {type(module).__name__}.",
+            f"{attribute!a} is no value, and a checkpoint of this library never has it.",
+            "resume from another checkpoint.",
+        )
 
 
 def remembered(models: Iterable[torch.nn.Module]) -> AttributeSnapshot:

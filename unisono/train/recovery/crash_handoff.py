@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 def hands_off(context: RunContext) -> bool:
     """Return whether this process dumps its replicas if another one dies. It needs a launcher that restarts the run.
 
-    With one virtual rank, random numbers continue from step to step, and replicas do not hold generators.
+    With one virtual rank, random numbers continue from step to step, and replicas do not hold generators. Dumps are not
+    signed, so there are none if only signed states may be loaded.
     """
     settings = context.settings
+    if settings.secure.trust:
+        return False
     return settings.parallel.replicate_shards and settings.virtual_ranks > 1 and context.group.monitor is not None
 
 

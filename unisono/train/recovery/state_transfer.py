@@ -26,6 +26,7 @@ from unisono.tensors.codec import TensorTable, decode, encode, specs_of
 from unisono.tensors.flat import FlatTensors
 from unisono.tensors.spec import as_bytes
 from unisono.train.context import RunContext
+from unisono.train.guarantees.run_identity import RUN
 from unisono.train.recovery.snapshot import Snapshot, live_state, restore
 
 
@@ -89,6 +90,7 @@ def _packed(context: RunContext, more: Mapping[str, Any]) -> tuple[dict[str, Any
         "saved_after": context.state.saved_after,
         "same_after": progress.same_after,
         "machine": {name: context.identity.get(name) for name in ENVIRONMENT},
+        "run": context.identity.get(RUN),
         "changes": progress.changes,
         "differences": progress.differences,
         "more": more,
@@ -102,6 +104,7 @@ def _apply(context: RunContext, about: Mapping[str, Any]) -> None:
     context.step_sync.names, context.state.saved_after = about["columns"], about["saved_after"]
     progress.changes[:], progress.differences[:] = about["changes"], about["differences"]
     context.identity["device"] = about["machine"]["device"]  # until now: this process's alone
+    context.identity[RUN] = about["run"]
 
 
 def _refuse_another_machine(context: RunContext, membership: Membership, theirs: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.load import Checkpoint
+from unisono.checkpoint.safetensors_reader import LazyTensor
 from unisono.errors import SettingsError
 
 LENGTHS = ("total_steps", "_schedule_phases", "T_max", "total_iters", "_milestones")
@@ -134,6 +135,49 @@ class LongerSchedules:
                 for group, lr in zip(active.optimizer.param_groups, active._last_lr, strict=True):
                     group["lr"] = lr
         self._longer = []
+
+
+def check_kinds(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that saved values have the kind of those that they replace: torch takes any, and fails in a later step.
+
+    Raises:
+        TypeError: one has another kind.
+    """
+    for name in saved.keys() & now.keys():
+        if not _fits(saved[name], now[name]):
+            kinds = [type(value).__name__ for value in (saved[name], now[name])]
+            raise TypeError(f"{name} is a {kinds[0]} there, and a {kinds[1]} here")
+
+
+def _fits(saved: Any, now: Any) -> bool:
+    if saved is None or now is None:
+        return saved is now or not isinstance(now, float)
+    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        return not now or all(_fits(item, now[0]) for item in saved)
+    return _kind(saved) == _kind(now)
+
+
+def _kind(value: Any) -> str:
+    kinds = {"a number": (int, float, torch.Tensor, LazyTensor), "a dict": (Mapping,), "a list": (list, tuple)}
+    return next((kind for kind, types in kinds.items() if isinstance(value, types)), type(value).__name__)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check the saved state of an optimizer that loads it as torch's optimizers do, which drops what it does not know.
+
+    Raises:
+        TypeError, ValueError: it is the state of no such optimizer.
+    """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    known: set[int] = set()
+    for group, now in zip(saved["param_groups"], optimizer.param_groups, strict=False):  # torch reports other counts
+        check_kinds({**group, "params": []}, now)
+        if not isinstance(group["params"], list) or not all(type(number) is int for number in group["params"]):
+            raise TypeError("the parameters of a group are not numbers")
+        known |= {*group["params"]}
+    if not saved["state"].keys() <= known:
+        raise ValueError(f"it has a state of the parameters {sorted(saved['state'].keys() - known, key=str)[:3]}")
 
 
 def keep_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

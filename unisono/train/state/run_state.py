@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,16 +14,17 @@ from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
 from unisono.checkpoint.sharded_state import apart, gather_state, load_module, local_part, simple, tied
+from unisono.checkpoint.signature import Sign, unsigned
 from unisono.checkpoint.storage import Storage, storage_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import is_dtensor
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, UnisonoError
 from unisono.tensors.codec import TensorTable
 from unisono.train.modules.buffer_sync import version
 from unisono.train.pipelining.stage_state import LocalPart
 from unisono.train.state.parameter_layout import ParameterLayout
-from unisono.train.state.resume import LongerSchedules, keep_dtypes
+from unisono.train.state.resume import LongerSchedules, check_kinds, check_optimizer, keep_dtypes
 
 if TYPE_CHECKING:
     from unisono.config import CheckpointSettings
@@ -60,9 +62,10 @@ class DividedState(Protocol):
 class RunState:
     """The objects that the script tracks, and the checkpoint from which this run resumes, if any."""
 
-    def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None) -> None:
+    def __init__(self, run_dir: Path, mesh: Mesh, resumed: loading.Checkpoint | None, sign: Sign = unsigned) -> None:
         self.run_dir, self.mesh, self.group, self.resumed = run_dir, mesh, mesh.world, resumed
         self.saver = CheckpointSaver(mesh.world)
+        self._sign = sign
         self._place: Storage | None = None
         self.tracked: dict[str, Any] = {}
         self.stages: DividedState | None = None
@@ -121,15 +124,18 @@ class RunState:
                 "track the same names as the run that saved it, or start a new run in another --run-dir.",
             )
         state = checkpoint.states[name]
-        if name in self.own:
-            state = {**state, **self.own[name]}
-        try:
+        with refuse_unfit(name, thing, checkpoint.path):
+            if name in self.own:
+                state = {**state, **self.own[name]}
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
                 state = self._schedules.adapt(name, thing, state)
+                check_kinds(state, thing.state_dict())
             if self.stages is not None:
                 state = self.stages.part(thing, state)
             if hasattr(thing, "param_groups"):
                 self.layout.fit(name, thing)
+            if isinstance(thing, torch.optim.Optimizer):
+                check_optimizer(thing, state)
             if isinstance(thing, torch.nn.Module):
                 load_module(thing, state)
             else:
@@ -137,12 +143,6 @@ class RunState:
             if isinstance(thing, torch.optim.Optimizer):
                 keep_dtypes(thing, state)
                 alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
-        except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"Cannot load the state of {name!r} ({type(thing).__name__}) from {checkpoint.path}.",
-                f"Its state does not fit: {error}",
-                "resume with the script that began the run, or start a new run in another --run-dir.",
-            ) from error
 
     def begin(self) -> list[tuple[str, Any, Any]]:
         """Everything is loaded: restore the parameter layout, and the learning rates of schedules made longer.
@@ -150,9 +150,10 @@ class RunState:
         Returns:
             (name, saved value, current value) of everything that differs from the checkpoint and changes bits.
         """
-        changes = [*self._schedules.changes, *self.layout.apply()]
-        self._schedules.set_rates(self.tracked.values())
-        return changes
+        with refuse_unfit(LAYOUT, self.layout, self.resumed.path if self.resumed is not None else self.run_dir):
+            changes = [*self._schedules.changes, *self.layout.apply()]
+            self._schedules.set_rates(self.tracked.values())
+            return changes
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
         """Raise CheckpointError if a placed model, an optimizer or a schedule that was stepped is not tracked."""
@@ -220,7 +221,7 @@ class RunState:
             state = packed(states, {**about, "models": sorted(self.models)}, tensors)
             keep, wait = (how.keep, how.keep_every), not (in_background and how.async_save)
             if self._place is None:  # the first checkpoint: the one that the run resumed from is no longer read
-                self._place = storage_of(self.run_dir)
+                self._place = storage_of(self.run_dir, self._sign)
                 loading.release(self.resumed.path) if self.resumed is not None else None
             self.saver.begin(self._place, steps, state, keep, wait=wait)
             self.saved_after = steps
@@ -285,6 +286,27 @@ class KeptState:
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
         self.values.clear()
         self.values.update(state)
+
+
+@contextmanager
+def refuse_unfit(name: str, thing: Any, path: Path) -> Iterator[None]:
+    """Raise CheckpointError for any error of a block that loads a state: the state is data, and may be anything.
+
+    Args:
+        name: The name of the state.
+        thing: The object that loads it.
+        path: The checkpoint.
+    """
+    try:
+        yield
+    except UnisonoError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"Cannot load the state of {name!r} ({type(thing).__name__}) from {path}.",
+            f"Its state does not fit: {str(error) or type(error).__name__}",
+            "resume with the script that began the run, or start a new run in another --run-dir.",
+        ) from error
 
 
 def _word(thing: Any) -> str:
