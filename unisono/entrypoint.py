@@ -60,6 +60,7 @@ from unisono.report.findings.evidence import Finding
 from unisono.report.findings.find_all import find_all
 from unisono.report.result_file import read_result
 from unisono.report.run_files import RunFiles
+from unisono.security.file_modes import make_closed
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
 from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
@@ -155,16 +156,21 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         assert axes is not None, "checked with the settings"
         identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
+        make_closed(run_dir)  # hosts without a shared file system have one each
         _start_output(group.rank if world.number is None else world.number, world, run_dir)
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
-                manifest.record_storage(run_dir, where)  # hosts without a shared file system have a run directory each
+                manifest.record_storage(run_dir, where)
         resumes = request.resume and not world.joins  # a replacement gets its state from its peers
         found = _on_main(group, lambda: start.resume_from(run_dir, identity)) if resumes else None
         resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
         if not world.joins:
             _on_main(group, lambda: start.write_files(run_dir, loaded, {**facts, "differences": differences}))
+        if world.local_rank == 0:
+            for text in start.share(run_dir, loaded.settings.secure.share):
+                console.print_line(text)
+            kept.callback(start.share, run_dir, loaded.settings.secure.share)
         color = wants_color(world.terminal)
         loop = choose_loop(loaded.settings, group)
         context = build_context(

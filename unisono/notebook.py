@@ -44,6 +44,7 @@ from unisono.config.validate import examine
 from unisono.environment import ONE_EACH, DeviceAssignment, World
 from unisono.errors import RankFailedError, SettingsError, UnisonoError
 from unisono.launcher.worker_process import WorkerFailure
+from unisono.security.file_modes import make_folder, write_bytes
 
 SCRIPT = '''\
 """The script of unisono.launch. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
@@ -289,8 +290,8 @@ def _by_value(main: Any, cls: type) -> bytes:
 def _write(sent: bytes, run_dir: Path) -> Path:
     """Write the script of the run's processes, and the file that it reads."""
     folder = run_dir / "launch"
-    folder.mkdir(exist_ok=True)
-    (folder / "main.pickle").write_bytes(sent)
+    make_folder(folder)
+    write_bytes(folder / "main.pickle", sent)
     write(folder / "main.py", SCRIPT)
     return folder / "main.py"
 

@@ -17,6 +17,7 @@ from unisono import _EXPORTS
 
 STEPS = {
     "errors": 0,
+    "security": 0,
     "json_forms": 1,
     "profiles": 1,
     "trackers": 1,
@@ -49,6 +50,7 @@ STEPS = {
     "__main__": 12,
 }
 WITHOUT_TORCH = (
+    "security",
     "errors",
     "json_forms",
     "profiles",

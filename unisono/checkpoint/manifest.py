@@ -22,6 +22,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.security.file_modes import make_folder, write_text
+
 MANIFEST, STATE, ELSEWHERE = "manifest.json", "state.json", "elsewhere.json"
 
 LARGE = 1 << 22
@@ -73,10 +75,10 @@ def record_storage(run_dir: Path, location: str | None) -> None:
     if location == before[0]:
         return
     folder = run_dir / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     history = [location, *(other for other in before if other != location)]
     draft = folder / f".{ELSEWHERE}.{os.getpid()}"
-    draft.write_text(json.dumps({"dirs": history}), encoding="utf-8")
+    write_text(draft, json.dumps({"dirs": history}))
     draft.replace(folder / ELSEWHERE)
 
 

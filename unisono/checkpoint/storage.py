@@ -26,6 +26,7 @@ from unisono.checkpoint import manifest
 from unisono.checkpoint.manifest import MANIFEST, WrittenFile, name_of
 from unisono.config import plural
 from unisono.errors import CheckpointError, SettingsError
+from unisono.security.file_modes import make_folder, open_like_folder
 
 
 class Storage(Protocol):
@@ -84,10 +85,10 @@ class FolderStorage:
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         path = self._draft(steps) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         size, digest = 0, hashlib.sha256()
         try:
-            with path.open("wb") as file:
+            with open(path, "wb", opener=open_like_folder) as file:
                 for chunk in chunks:
                     digest.update(chunk)
                     size += file.write(chunk)
@@ -234,7 +235,7 @@ class BucketStorage:
     def fetch(self, steps: int, into: Path) -> Path:
         folder = into / f".{name_of(steps)}.fetched" / name_of(steps)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_folder(folder)
         for path in self._fs.ls(self._path(steps), detail=False):
             self._fs.get_file(path, str(folder / path.rpartition("/")[2]))
         return folder

@@ -280,6 +280,15 @@ class MetricsSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecureSettings:
+    """Who may read and change a run."""
+
+    share: Literal["owner", "group", "all"] = setting(
+        "owner", "users that may read the run directory and its checkpoints: owner, group, or all that the umask allows"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings that every run has. A script's own class inherits from this one."""
 
@@ -326,6 +335,7 @@ class Settings:
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     promise: PromiseSettings = field(default_factory=PromiseSettings)
     watchdog: WatchdogSettings = field(default_factory=WatchdogSettings)
+    secure: SecureSettings = field(default_factory=SecureSettings)
 
 
 SECTIONS = (
@@ -344,5 +354,6 @@ SECTIONS = (
     MetricsSettings,
     PromiseSettings,
     WatchdogSettings,
+    SecureSettings,
 )
 """The classes of settings that the library itself defines."""

@@ -19,6 +19,7 @@ from typing import Any
 from unisono.report.report_data import report_data
 from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import BUCKETS
+from unisono.security.file_modes import write_text
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uPlot.min.css", "page.css")
@@ -88,7 +89,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page completely or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.time_ns()}")
     try:
-        draft.write_text(text, encoding="utf-8", errors="replace")
+        write_text(draft, text, errors="replace")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from unisono.cli.request.suggestions import WHOLE
 from unisono.environment import inherited, variables
 from unisono.errors import SettingsError
+from unisono.security.file_modes import make_folder
 
 if TYPE_CHECKING:
     from unisono.report.live.live_server import LiveServer
@@ -115,7 +116,7 @@ def _end_with_input(server: LiveServer) -> None:
 @contextmanager
 def watched(run_dir: Path) -> Iterator[None]:
     """Serve the page of a run during a block, from a process of its own. Print its address to standard error."""
-    (run_dir / "timeline").mkdir(exist_ok=True)
+    make_folder(run_dir / "timeline")
     words = [sys.executable, "-m", "unisono.cli.main", "watch", str(run_dir), "--beside"]
     environment = inherited({"PYTHONPATH": ":".join(path for path in sys.path if path)})
     server = subprocess.Popen(

@@ -18,12 +18,18 @@ from typing import NamedTuple, TextIO
 from unisono.checkpoint import manifest
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
+from unisono.security.file_modes import CLOSED, make_closed, open_like_folder, write_text
 
 RUNS = Path("runs")
 """The folder for run directories, in the working directory."""
 FOLDERS = ("log", "timeline", "checkpoints")
 FILES = ("settings.toml", "environment.json", "result.json")
 """Folders and files in a run directory."""
+FURTHER = (
+    *("profile", "media", "left-behind", "tensorboard", "mlflow", "wandb", "launch", "faults"),
+    *("report.html", "metrics.csv", "tracking.json", "tracking.lock", "flops.json"),
+)
+"""Further ones, which only some runs have."""
 CHECKPOINTS_IN_RUN_DIR = "checkpoint.dir=none"
 """A setting for trials and repeated runs. Otherwise they would save among the checkpoints of the script's own runs, and
 `checkpoint.keep` would remove those."""
@@ -51,7 +57,7 @@ def choose_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: Comma
         assert run_dir is not None  # otherwise there was a problem
     try:
         if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_closed(run_dir)
             return run_dir
         return _new_folder(stem)
     except OSError as error:
@@ -168,7 +174,7 @@ def lock_run_dir(path: Path, line: CommandLine, *, patience: float = 0.0) -> Ite
     """
     until = time.monotonic() + patience
     try:
-        file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
+        file = open(path / LOCK, "a+", encoding="utf-8", opener=open_like_folder)  # noqa: SIM115  (closed below)
     except OSError:  # the file system has no locks; train anyway
         yield
         return
@@ -262,11 +268,16 @@ def _new_folder(stem: str) -> Path:
     while True:
         path = RUNS / (f"{stem}-{stamp}" if number == 1 else f"{stem}-{stamp}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(mode=CLOSED)
         except FileExistsError:
             number += 1
         else:
             return path
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a name in a run directory, or in a folder of checkpoints, is one that runs write."""
+    return name in (*FOLDERS, *FILES, *FURTHER) or name.startswith((".", "step-"))
 
 
 def discard_run_dir(path: Path) -> None:
@@ -280,7 +291,7 @@ def write(path: Path, text: str) -> None:
     """Write a small file completely or not at all."""
     draft = path.with_name(f".{path.name}.{time.time_ns()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        write_text(draft, text)
         draft.replace(path)
     except OSError:
         with suppress(OSError):

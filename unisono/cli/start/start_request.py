@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, chdir
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from unisono.checkpoint.load import Checkpoint, metadata_of, newest
 from unisono.checkpoint.storage import prepare_storage
 from unisono.cli.request.run_dir import (
     choose_run_dir,
+    is_ours,
     lock_run_dir,
     newest_run,
     not_writable,
@@ -32,6 +33,7 @@ from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
 from unisono.errors import SettingsError
 from unisono.monitor import console
+from unisono.security.file_modes import Share, make_closed, share_with
 from unisono.train.guarantees.run_identity import compare
 from unisono.train.run import Run
 
@@ -109,6 +111,19 @@ class StartRequest:
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
+    def share(self, run_dir: Path, share: Share) -> Sequence[str]:
+        """Set which users may read the run directory, and a folder of checkpoints outside of it.
+
+        Return a line for each that other users can enter although they should not.
+        """
+        where, lines = manifest.storage_history(run_dir)[0], []
+        folders = [run_dir] if where is None or "://" in where else [run_dir, Path(where)]
+        for folder in folders:
+            with suppress(OSError):  # no such folder on this host
+                if why := share_with(share, folder, is_ours):
+                    lines.append(f"Other users can enter {folder}: {why}.")
+        return lines
+
     def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
         """Write settings.toml and environment.json. Raises SettingsError if that fails, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
@@ -138,7 +153,7 @@ class StartRequest:
         where = manifest.storage_history(run_dir)[0]
         if where is None or "://" in where:
             return
-        Path(where).mkdir(parents=True, exist_ok=True)
+        make_closed(Path(where))
         try:
             kept.enter_context(lock_run_dir(Path(where), self.line(), patience=patience))
         except SettingsError as error:
