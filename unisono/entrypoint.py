@@ -156,7 +156,6 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         assert axes is not None, "checked with the settings"
         identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
         identity["layout"] = layout(parallel, axes)
-        make_closed(run_dir)  # hosts without a shared file system have one each
         _start_output(group.rank if world.number is None else world.number, world, run_dir)
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
@@ -167,11 +166,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         resumed = open_checkpoint(localize(Path(found), run_dir)) if found else None
         if not world.joins:
             _on_main(group, lambda: start.write_files(run_dir, loaded, {**facts, "differences": differences}))
-        if world.local_rank == 0:
-            for text in start.share(run_dir, loaded.settings.secure.share):
-                console.print_line(text)
-            kept.callback(start.share, run_dir, loaded.settings.secure.share)
-        color = wants_color(world.terminal)
+        start.share(run_dir, loaded.settings.secure.share, kept)
         loop = choose_loop(loaded.settings, group)
         context = build_context(
             loaded.settings,
@@ -184,23 +179,24 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             changes=accepted_changes(resumed, identity, request),
             differences=differences,
             accepted=request.accept_change,
-            color=color,
+            color=wants_color(world.terminal),
             inspection=_inspection(request.trace, group.rank) if request.trace else None,
         )
         context.on_lead = partial(start.lead, run_dir, kept, patience=LOCK_SECONDS)
         run: Run[S] = Run(context, loop)
         print_start(context, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(context), _own_arguments(request), _inject(request.faults, context):
-            _train(train, run, start, color)
+            _train(train, run, start)
 
 
 def _start_output(rank: int, world: World, run_dir: Path) -> None:
     """Print messages, records and warnings as this rank from now on."""
+    make_closed(run_dir)  # hosts without a shared file system have one each
     console.start(rank, world.size)
     rank_logging.start(rank, run_dir / "log" / f"rank-{rank}.log", launched=world.launcher == "unisono")
 
 
-def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, color: bool) -> None:
+def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest) -> None:
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
     try:
@@ -247,7 +243,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
                 shown=start.request.run_dir,
                 report=report is not None,
                 again=str(start.line().flag("--resume")),
-                color=color,
+                color=wants_color(context.world.terminal),
                 ascii_only=plain,
                 width=min(context.world.width or WIDTH, WIDTH),
             )

@@ -35,7 +35,8 @@ from unisono.checkpoint import manifest
 from unisono.cli.commands.run_command import numbers
 from unisono.cli.notebook_line import STEP, NotebookLine
 from unisono.cli.request.request_checks import checked
-from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts, say_line
+from unisono.cli.request.run_audit import audited
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train
@@ -178,8 +179,8 @@ def train(
     started = time.time()
     with places() as hosts:
         folder = choose_run_dir(stem, request.run_dir, resume=line.resume, line=line)
-        with lock_run_dir(folder, line), _shown() as (screen, columns):
-            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False, "hosts": hosts}
+        with lock_run_dir(folder, line), audited(folder, say_line) as audit, _shown() as (screen, columns):
+            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False, "hosts": hosts, "audit": audit}
             outcome = run_with_restarts(script_in(folder), request, folder, sizes, threads=threads, **show)
     if outcome.stopped:
         print(_how_to_resume(folder, line), file=sys.stderr, flush=True)

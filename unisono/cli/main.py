@@ -29,6 +29,7 @@ from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
+from unisono.cli.inspect.audit_log import audit_log
 from unisono.cli.inspect.report import report
 from unisono.cli.inspect.top import top
 from unisono.cli.inspect.watch import watch
@@ -56,6 +57,7 @@ Examples:
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono logs runs/mine --errors       print the errors of all ranks
+  unisono audit-log runs/mine           print who joined, left and was refused
   unisono report runs/mine              write its report as a page
   unisono watch runs/mine               serve its report while it grows
   unisono top runs/mine                 show its ranks in the terminal
@@ -145,10 +147,14 @@ TOP = """\
   unisono top runs/mine                  q ends it
   unisono top runs/mine | cat            once
 """
+AUDIT_LOG = """\
+  unisono audit-log runs/mine
+"""
 WATCH = """\
   unisono watch runs/mine
   unisono watch runs                     a list of all runs
   unisono watch runs/mine --port 8000
+  unisono watch runs/mine --stop         with a second address, which may stop it
 """
 EXPORT = """\
   unisono export runs/mine model.safetensors
@@ -173,6 +179,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (top, INSPECT, TOP),
     (doctor, INSPECT, DOCTOR),
     (logs, INSPECT, LOGS),
+    (audit_log, INSPECT, AUDIT_LOG),
     (fingerprint, INSPECT, FINGERPRINT),
     (profile, INSPECT, PROFILE),
     (export, INSPECT, EXPORT),

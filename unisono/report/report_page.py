@@ -42,8 +42,15 @@ def page_of(title: str, content: Mapping[str, Any]) -> str:
     return page_around(title, json_of(content))
 
 
-def page_around(title: str, content: str, *, live: bool = False) -> str:
-    """Return a page with this JSON as its content; `live`: it asks the server that it comes from for news."""
+def page_around(title: str, content: str, *, live: bool = False, stops: bool = False) -> str:
+    """Return a page with this JSON as its content.
+
+    Args:
+        title: Its title.
+        content: The JSON.
+        live: Whether it asks the server that it comes from for news.
+        stops: Whether it has a button that stops the run.
+    """
     return Template(_asset("page.html")).substitute(
         policy=POLICY + "; connect-src 'self'" * live,
         title=html.escape(title.encode(errors="replace").decode()),
@@ -51,6 +58,7 @@ def page_around(title: str, content: str, *, live: bool = False) -> str:
         script="\n".join(map(_asset, SCRIPTS)),
         data=content.replace("<", "\\u003c"),  # nothing ends the element, or opens a comment
         live="live" if live else "",
+        stops="stops" if stops else "",
     )
 
 

@@ -21,7 +21,8 @@ from unisono.cli.inspect.watch import watched
 from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
-from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts, say_line
+from unisono.cli.request.run_audit import audited
 from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_run_dir, newest_run
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -131,10 +132,16 @@ def launched(
     is_new, started = request.run_dir is None or not request.run_dir.exists(), time.time()
     with ended_by_sigterm(), places() as where:
         run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
-        with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
+        with (
+            lock_run_dir(run_dir, line),
+            audited(run_dir, say_line) as audit,
+            watched(run_dir, audit) if watch else nullcontext(),
+        ):
             before = _start_mark(run_dir)
             request_typed = replace(request, typed=str(line))
-            outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
+            outcome = run_with_restarts(
+                script, request_typed, run_dir, sizes, threads=threads, hosts=where, audit=audit
+            )
             joined = _start_mark(run_dir) != before
     _explain_end(script, count, line, run_dir, outcome, joined=joined, is_new=is_new)
     if request.json:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import NamedTuple, TextIO
 from unisono.checkpoint import manifest
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
+from unisono.security.audit_trail import leave_reason
 from unisono.security.file_modes import CLOSED, make_closed, open_like_folder, write_text
 
 RUNS = Path("runs")
@@ -27,7 +29,7 @@ FILES = ("settings.toml", "environment.json", "result.json")
 """Folders and files in a run directory."""
 FURTHER = (
     *("profile", "media", "left-behind", "tensorboard", "mlflow", "wandb", "launch", "faults"),
-    *("report.html", "metrics.csv", "tracking.json", "tracking.lock", "flops.json"),
+    *("audit.jsonl", "report.html", "metrics.csv", "tracking.json", "tracking.lock", "flops.json"),
 )
 """Further ones, which only some runs have."""
 CHECKPOINTS_IN_RUN_DIR = "checkpoint.dir=none"
@@ -248,6 +250,44 @@ def _holder_in(file: TextIO) -> LockHolder:
     file.seek(0)
     pid, _, host = file.read().strip().partition(" ")
     return LockHolder(pid or "?", host or "?")
+
+
+def stop_run(path: Path, **reason: str) -> str:
+    """Make the process that writes to a run directory save and end. Return why that is not possible; "" if it worked.
+
+    Args:
+        path: the run directory.
+        reason: what the process records about it.
+    """
+    holder = _holder(path)
+    if holder is None:
+        return "No process is writing to this run."
+    if holder.host != socket.gethostname():
+        return f"Process {holder.pid} writes to this run, on another host. Next: ssh {holder.host} kill {holder.pid}"
+    if not _has_open(holder.pid, path / LOCK):
+        return f"Process {holder.pid} writes to this run, and cannot be found from here."
+    try:
+        leave_reason(path, **reason)
+        os.kill(int(holder.pid), signal.SIGTERM)
+    except OSError as error:
+        return f"Process {holder.pid} writes to this run, and cannot be stopped: {error.strerror}."
+    return ""
+
+
+def _has_open(pid: str, file: Path) -> bool:
+    """Return whether a process has a file open, where the system shows that: in another container, the number is that
+    of another process."""
+    if not pid.isdecimal():
+        return False
+    try:
+        lock, files = file.stat(), list(Path("/proc", pid, "fd").iterdir())
+    except OSError:
+        return not Path("/proc/self/fd").is_dir()
+    for each in files:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(each.stat(), lock):
+                return True
+    return False
 
 
 def _busy(path: Path, holder: LockHolder, line: CommandLine) -> Problem:

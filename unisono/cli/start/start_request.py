@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,18 @@ class StartRequest:
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
-    def share(self, run_dir: Path, share: Share) -> Sequence[str]:
-        """Set which users may read the run directory, and a folder of checkpoints outside of it.
+    def share(self, run_dir: Path, share: Share, kept: ExitStack) -> None:
+        """Set which users may read the run directory on this host, and a folder of checkpoints outside of it.
 
-        Return a line for each that other users can enter although they should not.
+        When `kept` is closed this is repeated for the files that the script and libraries have created. Prints a line
+        for each folder that other users can enter although they should not.
         """
+        if self.world.local_rank == 0:
+            for text in self._share(run_dir, share):
+                console.print_line(text)
+            kept.callback(self._share, run_dir, share)
+
+    def _share(self, run_dir: Path, share: Share) -> list[str]:
         where, lines = manifest.storage_history(run_dir)[0], []
         folders = [run_dir] if where is None or "://" in where else [run_dir, Path(where)]
         for folder in folders:
