@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, NamedTuple, Protocol
 
 from unisono.errors import WorldError
@@ -83,7 +82,7 @@ class WorkerSpec:
     replacement: bool = False
     start: Callable[[WorkerSpec], Handle] = field(default_factory=lambda: LocalHandle)
     audit: Record = unrecorded
-    place: Mapping[str, str] = MappingProxyType({})
+    place: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalHandle:
