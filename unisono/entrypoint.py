@@ -48,7 +48,7 @@ from unisono.distributed.existing_group import take_over
 from unisono.distributed.init import device_kind
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
-from unisono.environment import World, in_a_kernel, wants_color
+from unisono.environment import World, in_a_kernel, remember_secrets, wants_color
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
 from unisono.launcher import failure_record, rank_logging
 from unisono.monitor import console
@@ -87,6 +87,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         SystemExit: with status 2 for a wrong request, and 1 if the launcher's environment variables are inconsistent.
         Exception: any exception of `train`.
     """
+    remember_secrets()
     if in_a_kernel():
         facts = "unisono.main reads the command line, which belongs to the kernel here."
         do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)"

@@ -16,8 +16,8 @@ from tests.house.sources import LIBRARY, files, tree
 from unisono import _EXPORTS
 
 STEPS = {
+    "security": -1,
     "errors": 0,
-    "security": 0,
     "json_forms": 1,
     "profiles": 1,
     "trackers": 1,

@@ -39,6 +39,7 @@ from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
 from unisono.config import Settings, entries_of
+from unisono.environment import remember_secrets
 from unisono.errors import SettingsError, UnisonoError
 from unisono.monitor import console
 
@@ -154,7 +155,7 @@ WATCH = """\
   unisono watch runs/mine
   unisono watch runs                     a list of all runs
   unisono watch runs/mine --port 8000
-  unisono watch runs/mine --stop         with a second address, which may stop it
+  unisono watch runs/mine --stop         also print an address that may stop it
 """
 EXPORT = """\
   unisono export runs/mine model.safetensors
@@ -234,6 +235,7 @@ def _names_for_target(words: Sequence[str]) -> Sequence[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    remember_secrets()
     with console.broken_pipe_safe():
         try:
             return _execute(words)

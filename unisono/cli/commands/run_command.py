@@ -35,6 +35,7 @@ from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
+from unisono.security.masking import remember
 
 
 def run(
@@ -123,6 +124,7 @@ def launched(
         watch: whether the report is served.
         places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
     """
+    remember(dict(assignment.split("=", 1) for assignment in request.sets if "=" in assignment))
     count = sizes.usual
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)

@@ -27,13 +27,14 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train, recipes
 from unisono.cli.start.autoresume import job_mark
 from unisono.cli.start.device_checks import problems_here
-from unisono.config import CommandLine, LoadedSettings, Settings, gather, provenance_lines
+from unisono.config import CommandLine, LoadedSettings, Settings, flatten, gather, provenance_lines
 from unisono.config.validate import examine
 from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
 from unisono.errors import SettingsError
 from unisono.monitor import console
 from unisono.security.file_modes import Share, make_closed, share_with
+from unisono.security.masking import mask_words, masked, remember
 from unisono.train.guarantees.run_identity import compare
 from unisono.train.run import Run
 
@@ -99,6 +100,7 @@ class StartRequest:
         problems += problems_of_train(self.script, train)
         if problems or loaded is None:
             raise SettingsError.of(problems)
+        remember(flatten(loaded.settings))
         return loaded
 
     def run_dir(self, kept: ExitStack) -> tuple[str, str]:
@@ -134,11 +136,13 @@ class StartRequest:
     def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
         """Write settings.toml and environment.json. Raises SettingsError if that fails, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
-        started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
+        started |= {"script": str(Path(self.world.folder, self.script).resolve())}
+        started |= {"arguments": mask_words(self.request.own)}
         started |= {"folder": self.world.folder, **job_mark(self.request)}
         try:
             write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
-            write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
+            about = {**started, **{name: masked(name, value) for name, value in facts.items()}}
+            write(run_dir / "environment.json", json.dumps(about, indent=1) + "\n")
         except OSError as error:
             shown = self.request.run_dir or run_dir
             raise SettingsError.of([not_writable(shown, error.strerror or str(error), self.line())]) from None
