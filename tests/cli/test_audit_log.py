@@ -1,4 +1,4 @@
-"""The audit log of real runs: who joined, who was lost, who was refused, and who stopped the run."""
+"""The audit log of real runs: joins, losses, refusals and stops."""
 
 from __future__ import annotations
 

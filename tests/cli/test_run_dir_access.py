@@ -1,4 +1,4 @@
-"""Who can read a run: modes of the run directory, and a second account that really tries."""
+"""Readers of a run: modes of the run directory, and a second account that tries to read it."""
 
 from __future__ import annotations
 

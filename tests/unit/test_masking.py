@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from unisono.config import CommandLine
 from unisono.errors import SettingsError
 from unisono.security.masking import MASK, forget, is_secret, mask_text, mask_words, masked, remember
 

@@ -58,7 +58,7 @@ Examples:
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono logs runs/mine --errors       print the errors of all ranks
-  unisono audit-log runs/mine           print who joined, left and was refused
+  unisono audit-log runs/mine           print joins, losses and refusals
   unisono report runs/mine              write its report as a page
   unisono watch runs/mine               serve its report while it grows
   unisono top runs/mine                 show its ranks in the terminal

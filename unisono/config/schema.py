@@ -281,7 +281,7 @@ class MetricsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSettings:
-    """Who may read and change a run."""
+    """Access to a run."""
 
     share: Literal["owner", "group", "all"] = setting(
         "owner", "users that may read the run directory and its checkpoints: owner, group, or all that the umask allows"

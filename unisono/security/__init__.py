@@ -1,1 +1,1 @@
-"""Who may read the files of a run, which texts are secrets, and a record that shows every change."""
+"""Modes of the files of a run, secrets in texts, and a record that shows every change."""

@@ -115,7 +115,8 @@ def read_trail(content: bytes, seal: Mapping[str, Any] | None = None) -> Trail:
     """
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     entries = [_entry(line) for line in lines]
-    flaws, before = [], NOTHING
+    flaws: list[Flaw] = []
+    before = NOTHING
     for place, (line, entry) in enumerate(zip(lines, entries, strict=True)):
         if entry is None:
             flaws.append(Flaw(place + 1, "is no entry: it was changed, or cut off by a crash"))

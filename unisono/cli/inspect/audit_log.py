@@ -1,4 +1,4 @@
-"""unisono audit-log: print who joined, left and was refused in a run, and whether this record is whole."""
+"""unisono audit-log: print joins, losses, refusals and stops of a run, and whether this record is whole."""
 
 from __future__ import annotations
 

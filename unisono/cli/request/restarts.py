@@ -81,7 +81,7 @@ def run_with_restarts(
 
     screen, columns, say  as for `local_launch.run`
     hosts                 the hosts on which the processes run; None: this one
-    audit                 records who joins and leaves
+    audit                 records the processes that join and leave
     """
     emergency_dump.clear(run_dir)
     reached, failures = _saved(run_dir), 0

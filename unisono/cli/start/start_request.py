@@ -125,7 +125,8 @@ class StartRequest:
             kept.callback(self._share, run_dir, share)
 
     def _share(self, run_dir: Path, share: Share) -> list[str]:
-        where, lines = manifest.storage_history(run_dir)[0], []
+        lines: list[str] = []
+        where = manifest.storage_history(run_dir)[0]
         folders = [run_dir] if where is None or "://" in where else [run_dir, Path(where)]
         for folder in folders:
             with suppress(OSError):  # no such folder on this host

@@ -110,7 +110,7 @@ class LiveServer(ThreadingHTTPServer):
         path: The run directory, or the folder.
         address: The address of an interface of this machine.
         port: The port; 0: any free one.
-        stop: Stops the run for those that have the token for it; by default nobody has one.
+        stop: Stops the run, for requests with the token for it; by default there is no such token.
         note: Notes refusals and stops.
 
     Raises:
