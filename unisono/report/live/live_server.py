@@ -19,6 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -189,7 +190,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(place, query.get("run", []), query.get("since", [""])[-1], role)
 
     def do_POST(self) -> None:
-        self.close_connection = True  # what follows the header is not read
+        self.close_connection = True
+        with suppress(ValueError):  # of the length
+            length = int(self.headers.get("Content-Length", "0"))
+            self.rfile.read(max(0, min(length, PART_BYTES)))  # or the kernel may discard the answer at the close
         place, _, role = self._admitted()
         if role is None:
             return
