@@ -113,8 +113,13 @@ def test_in_an_open_folder_the_umask_decides(tmp_path: Path) -> None:
 # -- a second account
 
 ATTEMPT = """
-import os, socket, sys
-for path in sys.argv[1:]:
+import os, pwd, socket, sys
+name, groups, *paths = sys.argv[1:]
+account = pwd.getpwnam(name)
+os.setgroups([int(group) for group in groups.split()])
+os.setgid(account.pw_gid)
+os.setuid(account.pw_uid)
+for path in paths:
     try:
         if path.endswith(".socket"):
             socket.socket(socket.AF_UNIX).connect(path.removesuffix(".socket"))
@@ -126,6 +131,8 @@ for path in sys.argv[1:]:
     except OSError:
         pass
 """
+"""A program that becomes another account, and prints what that can open. (The account cannot start Python if that is
+in the home folder of root.)"""
 
 
 @pytest.fixture
@@ -148,17 +155,8 @@ def stranger() -> Iterator[str]:
 
 def opened_by(name: str, paths: Sequence[str], *, groups: Sequence[int] = ()) -> set[str]:
     """Return which of these files, folders and sockets an account can open."""
-    python = getattr(sys, "_base_executable", sys.executable)
-    ended = subprocess.run(
-        [python, "-I", "-c", ATTEMPT, *paths],
-        user=name,
-        group=name,
-        extra_groups=list(groups),
-        cwd="/",
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "-I", "-c", ATTEMPT, name, " ".join(map(str, groups)), *paths]
+    ended = subprocess.run(words, cwd="/", check=True, capture_output=True, text=True)
     return set(ended.stdout.splitlines())
 
 
