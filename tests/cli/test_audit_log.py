@@ -97,7 +97,7 @@ def test_the_page_stops_a_run_and_the_log_has_the_address(command: Command) -> N
 @pytest.mark.slow
 def test_what_the_page_of_a_run_refuses_is_recorded(command: Command) -> None:
     command.script(SCRIPT.replace("BODY", "say('ready'); time.sleep(600)"))
-    running = command.start("run", "script.py", "--run-dir", "out", "--watch")
+    running = command.start("run", "script.py", "--run-dir", "out", "--watch", "--set", "steps=10")
     assert running.stderr is not None
     page = next(line for line in running.stderr if line.startswith("Watch ")).split(" at ")[1].strip()
     with pytest.raises(urllib.error.HTTPError, match="401") as refused:

@@ -75,6 +75,9 @@ def test_all_means_what_the_umask_says(command: Command) -> None:
     command.train("out", "--set=steps=4", "--resume")
     assert not wrong_modes(command.folder / "out", 0o777 & ~umask(), 0o666 & ~umask()), "the setting is kept"
     command.train("out", "--set=steps=5", "--resume", "--set=secure.share=owner")
+    assert set(wrong_modes(command.folder / "out", 0o700, 0o600)) == {".", "of-the-script.txt"}, "as in a project"
+    (command.folder / "out").chmod(0o700)
+    command.train("out", "--set=steps=6", "--resume")
     assert not wrong_modes(command.folder / "out", 0o700, 0o600), "the run directory existed, and is closed now"
 
 

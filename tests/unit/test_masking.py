@@ -82,7 +82,7 @@ FORMS = [
 PARTS = ["hunter2", "wJalrXUtnFEMI", "0123abcd", "ghp_", "hf_a", "proj", "xoxb", "AKIA", "abc.def", "eyJ", "b3Blb"]
 
 
-@pytest.mark.parametrize(("text", "part"), zip(FORMS, PARTS, strict=True))
+@pytest.mark.parametrize(("text", "part"), [*zip(FORMS, PARTS, strict=True)])
 def test_a_form_of_a_secret_is_recognized_under_any_name(text: str, part: str) -> None:
     assert part in text
     assert part not in mask_text(f"cannot read {text}: status 403")

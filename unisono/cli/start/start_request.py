@@ -131,7 +131,8 @@ class StartRequest:
         for folder in folders:
             with suppress(OSError):  # no such folder on this host
                 if why := share_with(share, folder, is_ours):
-                    lines.append(f"Other users can enter {folder}: {why}.")
+                    do = shlex.join(["chmod", "700", str(folder)])
+                    lines.append(f"Other users can enter {folder}: {why}. To close it: {do}")
         return lines
 
     def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], facts: dict[str, Any]) -> None:
