@@ -79,7 +79,12 @@ def test_a_line_that_a_crash_cut_off_is_named_and_the_chain_continues(tmp_path: 
 
 def test_threads_write_one_chain(tmp_path: Path) -> None:
     trail = AuditTrail(tmp_path / "audit.jsonl", pytest.fail)
-    threads = [threading.Thread(target=lambda: [trail("join") for _ in range(20)]) for _ in range(4)]
+
+    def write() -> None:
+        for _ in range(20):
+            trail("join")
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
