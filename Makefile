@@ -118,9 +118,9 @@ sbom: setup $(SUPPLY)/.ready  ## a software bill of materials of .venv (CycloneD
 
 audit: $(SUPPLY)/.ready  ## look for known vulnerabilities of the pinned versions (PyPI's advisories)
 	@mkdir -p build; rm -f build/audit.json
-	@$(SUPPLY)/bin/pip-audit --disable-pip --require-hashes -r hashes.txt --format json --output build/audit.json || { \
+	@$(SUPPLY)/bin/pip-audit --strict --disable-pip --require-hashes -r hashes.txt --format json --output build/audit.json || { \
 		[ -s build/audit.json ] && exit 1; \
-		echo "Nothing was audited: no database of vulnerabilities could be reached. Next: make audit, with a network." >&2; \
+		echo "Nothing was audited: the database of PyPI could not be reached, or lacks a package. Next: make audit, elsewhere." >&2; \
 		exit 3; }
 
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
