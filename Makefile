@@ -19,25 +19,43 @@ STAMP := $(VENV)/.ready
 OTHER_PINS = -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^setuptools==.*/setuptools>=77.0.3,<82/'
 PINS := build/constraints$(if $(TORCH),-torch-$(TORCH)).txt
 PEERS := .venv-peers
+SUPPLY := .venv-supply
 RANKS ?= 2
 WORKERS ?= 4
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP)  ## make .venv with the pinned dependencies and the project in it
+setup: $(STAMP)  ## make .venv with the pinned and hashed dependencies and the project in it
 
 # --without-pip is for systems that ship Python without ensurepip (Debian without python3-venv): their own pip fills it.
-# The build back end comes first, pinned, so that --no-build-isolation builds with it and fetches nothing else.
-$(STAMP): pyproject.toml constraints.txt
+# hashes.txt has the build back end, too, so that --no-build-isolation fetches nothing else. The last step may use no index:
+# a dependency that hashes.txt lacks is an error. torch has many builds of one version (PyPI's, +cpu, +cu130, one on this
+# machine's disk), and each has another hash. So it is checked against a hash only if one is given: TORCH_SHA256=...
+# Another version of torch (TORCH=) has other pins, which are not hashed.
+TORCH_PIN = $(shell sed -n 's/^torch==//p' constraints.txt)
+$(STAMP): pyproject.toml constraints.txt hashes.txt
 	@mkdir -p build
 	@sed $(if $(TORCH),$(OTHER_PINS)) -e '' constraints.txt > $(PINS)
 	@if [ -z "$(PYTHON)" ]; then echo "Unisono needs Python 3.11 or newer; found: $$(python3 --version 2>&1 || true)." \
 		"Next: install one, then type: make $(or $(MAKECMDGOALS),setup) PYTHON=/path/to/python3" >&2; exit 2; fi
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
 		&& $(PYTHON) -m pip --python $(BIN)/python install pip; }
+ifdef TORCH
 	$(BIN)/python -m pip install -q -c $(PINS) setuptools
 	$(BIN)/python -m pip install -q -c $(PINS) --no-build-isolation -e '.[dev,docs]'
+else
+	$(BIN)/python -m pip install -q --require-hashes --no-deps -r hashes.txt
+ifdef TORCH_SHA256
+	@echo "torch==$(TORCH_PIN) --hash=sha256:$(TORCH_SHA256)" > build/torch.txt
+	$(BIN)/python -m pip install -q --require-hashes --no-deps -r build/torch.txt
+else
+	@echo "torch $(TORCH_PIN) is not checked against a hash, because each of its builds has another one." \
+		"To check it: make $(or $(MAKECMDGOALS),setup) TORCH_SHA256=..." >&2
+endif
+	$(BIN)/python -m pip install -q -c $(PINS) torch
+	$(BIN)/python -m pip install -q --no-index --no-build-isolation -e '.[dev,docs]'
+endif
 	@touch $@
 
 run: setup  ## train the text recipe on two processes (RANKS=2)
@@ -81,6 +99,30 @@ agreement: setup  ## every placement of three recipes beside one process: writes
 faults: setup  ## 50 random faults on a run over three hosts: writes docs/measured/host-faults.md (half an hour, root)
 	$(BIN)/python -m benchmarks.host_faults
 
+# Tools for the supply chain, in an environment of their own: the project does not depend on them.
+$(SUPPLY)/.ready:
+	$(PYTHON) -m venv $(SUPPLY) || { $(PYTHON) -m venv --clear --without-pip $(SUPPLY) \
+		&& $(PYTHON) -m pip --python $(SUPPLY)/bin/python install pip; }
+	$(SUPPLY)/bin/python -m pip install -q uv==0.13.8 cyclonedx-bom==7.5.0 pip-audit==2.10.1
+	@touch $@
+
+lock: $(SUPPLY)/.ready  ## write hashes.txt: the hashes of all files that PyPI has of the versions in constraints.txt
+	@mkdir -p build
+	grep -v '^torch==' constraints.txt > build/locked.txt
+	$(SUPPLY)/bin/uv pip compile -q --no-deps --generate-hashes --no-annotate --no-header build/locked.txt -o hashes.txt
+
+sbom: setup $(SUPPLY)/.ready  ## a software bill of materials of .venv (CycloneDX): writes build/sbom.cdx.json
+	@mkdir -p build
+	$(SUPPLY)/bin/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --mc-type library --output-format JSON \
+		--output-file build/sbom.cdx.json
+
+audit: $(SUPPLY)/.ready  ## look for known vulnerabilities of the pinned versions (PyPI's advisories)
+	@mkdir -p build; rm -f build/audit.json
+	@$(SUPPLY)/bin/pip-audit --strict --disable-pip --require-hashes -r hashes.txt --format json --output build/audit.json || { \
+		[ -s build/audit.json ] && exit 1; \
+		echo "Nothing was audited: the database of PyPI could not be reached, or lacks a package. Next: make audit, elsewhere." >&2; \
+		exit 3; }
+
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
@@ -91,7 +133,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf .venv .venv-torch-* $(PEERS) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-torch-* $(PEERS) $(SUPPLY) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults clean
+.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults lock sbom audit clean

@@ -48,7 +48,7 @@ from unisono.distributed.existing_group import take_over
 from unisono.distributed.init import device_kind
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
-from unisono.environment import World, in_a_kernel, wants_color
+from unisono.environment import World, in_a_kernel, remember_secrets, wants_color
 from unisono.errors import Problem, RunStopped, SettingsError, UnisonoError, UnreachableHostError, WorldError
 from unisono.launcher import failure_record, rank_logging
 from unisono.monitor import console
@@ -60,6 +60,7 @@ from unisono.report.findings.evidence import Finding
 from unisono.report.findings.find_all import find_all
 from unisono.report.result_file import read_result
 from unisono.report.run_files import RunFiles
+from unisono.security.file_modes import make_closed
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
 from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
@@ -86,6 +87,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         SystemExit: with status 2 for a wrong request, and 1 if the launcher's environment variables are inconsistent.
         Exception: any exception of `train`.
     """
+    remember_secrets()
     if in_a_kernel():
         facts = "unisono.main reads the command line, which belongs to the kernel here."
         do = "unisono.launch(main, Settings(steps=100), ranks=2) (docs/start/notebooks.md)"
@@ -159,13 +161,13 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
             if world.local_rank == 0:
-                manifest.record_storage(run_dir, where)  # hosts without a shared file system have a run directory each
+                manifest.record_storage(run_dir, where)
         resumed, accept = None, start.accept(loaded.settings.secure.trust)
         if not world.joins:  # a replacement gets its state from its peers
             found, identity[RUN] = _on_main(group, lambda: start.begin(run_dir, identity, accept))
             resumed = open_checkpoint(localize(Path(found), run_dir, accept)) if found else None
             _on_main(group, lambda: start.write_files(run_dir, loaded, identity[RUN], facts))
-        color = wants_color(world.terminal)
+        start.share(run_dir, loaded.settings.secure.share, kept)
         loop = choose_loop(loaded.settings, group)
         context = build_context(
             loaded.settings,
@@ -178,23 +180,24 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             changes=accepted_changes(resumed, identity, request),
             differences=differences,
             accepted=request.accept_change,
-            color=color,
+            color=wants_color(world.terminal),
             inspection=_inspection(request.trace, group.rank) if request.trace else None,
         )
         context.on_lead = partial(start.lead, run_dir, kept, patience=LOCK_SECONDS)
         run: Run[S] = Run(context, loop)
         print_start(context, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(context), _own_arguments(request), _inject(request.faults, context):
-            _train(train, run, start, color)
+            _train(train, run, start)
 
 
 def _start_output(rank: int, world: World, run_dir: Path) -> None:
     """Print messages, records and warnings as this rank from now on."""
+    make_closed(run_dir)  # hosts without a shared file system have one each
     console.start(rank, world.size)
     rank_logging.start(rank, run_dir / "log" / f"rank-{rank}.log", launched=world.launcher == "unisono")
 
 
-def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, color: bool) -> None:
+def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest) -> None:
     context = run.context
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
     try:
@@ -241,7 +244,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest, co
                 shown=start.request.run_dir,
                 report=report is not None,
                 again=str(start.line().flag("--resume")),
-                color=color,
+                color=wants_color(context.world.terminal),
                 ascii_only=plain,
                 width=min(context.world.width or WIDTH, WIDTH),
             )

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from unisono.security.masking import mask_text
+
 
 class Problem(NamedTuple):
     """One problem: the error in one sentence, the facts, and what to do next."""
@@ -21,6 +23,10 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.error}\n  {self.facts}\n  Next: {self.remedy}"
+
+    def without_secrets(self) -> Problem:
+        """Return it with `***` in place of keys and passwords."""
+        return Problem(mask_text(self.error), mask_text(self.facts), mask_text(self.remedy))
 
 
 class UnisonoError(Exception):
@@ -34,14 +40,15 @@ class UnisonoError(Exception):
     exit_status = 1
 
     def __init__(self, error: str, facts: str = "", remedy: str = "") -> None:
-        self.problems: tuple[Problem, ...] = (Problem(error, facts, remedy),)
-        super().__init__(error, facts, remedy)
+        problem = Problem(error, facts, remedy).without_secrets()
+        self.problems: tuple[Problem, ...] = (problem,)
+        super().__init__(*problem)
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> UnisonoError:
         """Return one exception for several problems, at least one."""
         error = cls(*problems[0])
-        error.problems = tuple(problems)
+        error.problems = tuple(problem.without_secrets() for problem in problems)
         return error
 
     def __str__(self) -> str:

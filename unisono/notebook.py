@@ -35,7 +35,8 @@ from unisono.checkpoint import manifest
 from unisono.cli.commands.run_command import numbers
 from unisono.cli.notebook_line import STEP, NotebookLine
 from unisono.cli.request.request_checks import checked
-from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts, say_line
+from unisono.cli.request.run_audit import audited
 from unisono.cli.request.run_dir import choose_run_dir, lock_run_dir, newest_run, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train
@@ -44,6 +45,7 @@ from unisono.config.validate import examine
 from unisono.environment import ONE_EACH, DeviceAssignment, World
 from unisono.errors import RankFailedError, SettingsError, UnisonoError
 from unisono.launcher.worker_process import WorkerFailure
+from unisono.security.file_modes import make_folder, write_bytes
 
 SCRIPT = '''\
 """The script of unisono.launch. To resume: unisono run THIS_FILE --run-dir RUN --resume"""
@@ -177,8 +179,8 @@ def train(
     started = time.time()
     with places() as hosts:
         folder = choose_run_dir(stem, request.run_dir, resume=line.resume, line=line)
-        with lock_run_dir(folder, line), _shown() as (screen, columns):
-            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False, "hosts": hosts}
+        with lock_run_dir(folder, line), audited(folder, say_line) as audit, _shown() as (screen, columns):
+            show: dict[str, Any] = {"screen": screen, "columns": columns, "say": False, "hosts": hosts, "audit": audit}
             outcome = run_with_restarts(script_in(folder), request, folder, sizes, threads=threads, **show)
     if outcome.stopped:
         print(_how_to_resume(folder, line), file=sys.stderr, flush=True)
@@ -289,8 +291,8 @@ def _by_value(main: Any, cls: type) -> bytes:
 def _write(sent: bytes, run_dir: Path) -> Path:
     """Write the script of the run's processes, and the file that it reads."""
     folder = run_dir / "launch"
-    folder.mkdir(exist_ok=True)
-    (folder / "main.pickle").write_bytes(sent)
+    make_folder(folder)
+    write_bytes(folder / "main.pickle", sent)
     write(folder / "main.py", SCRIPT)
     return folder / "main.py"
 

@@ -92,4 +92,4 @@ def test_watch_serves_until_ctrl_c(run_dir: Path) -> None:
         refused.value.close()
         watch.send_signal(signal.SIGINT)
         out, error = watch.communicate(timeout=PATIENCE_SECONDS)
-    assert (watch.returncode, out.strip(), error) == (0, "", "")
+    assert (watch.returncode, out.strip(), error) == (0, "", "Refusal, 127.0.0.1: no valid token.\n")

@@ -133,6 +133,23 @@ def test_every_public_name_can_be_imported() -> None:
         unisono.nothing  # noqa: B018
 
 
+def pins(file: str) -> dict[str, str]:
+    """Return the version of each package in a file of pins."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    found = (re.match(r"([\w.-]+)==([\w.+!-]+)", line) for line in lines)
+    return {re.sub(r"[-_.]+", "-", match[1]).lower(): match[2] for match in found if match}
+
+
+def test_every_pinned_package_but_torch_has_hashes() -> None:
+    """`make lock` writes hashes.txt."""
+    wanted = pins("constraints.txt")
+    assert wanted.pop("torch")
+    assert pins("hashes.txt") == wanted
+    blocks = re.split(r"\n(?=\S)", (ROOT / "hashes.txt").read_text(encoding="utf-8").strip())
+    assert len(blocks) == len(wanted)
+    assert [block for block in blocks if not re.search(r"--hash=sha256:[0-9a-f]{64}\b", block)] == []
+
+
 def test_ids_of_tests_have_no_escaped_bytes(request: pytest.FixtureRequest) -> None:
     """Bytes in an id may differ between the workers of pytest-xdist (gzip writes the time), and then no test runs."""
     assert [item.nodeid for item in request.session.items if re.search(r"\\x[0-9a-f]{2}", item.nodeid)] == []

@@ -16,6 +16,7 @@ from tests.house.sources import LIBRARY, files, tree
 from unisono import _EXPORTS
 
 STEPS = {
+    "security": -1,
     "errors": 0,
     "json_forms": 1,
     "profiles": 1,
@@ -49,6 +50,7 @@ STEPS = {
     "__main__": 12,
 }
 WITHOUT_TORCH = (
+    "security",
     "errors",
     "json_forms",
     "profiles",

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.report_size import write_run
 from unisono.monitor.timeline import Timeline
 from unisono.report.live.live_data import LiveView
-from unisono.report.live.live_server import LiveServer
+from unisono.report.live.live_server import MOST_REFUSALS, LiveServer, Refusals
 from unisono.report.live.run_list import RunList
 
 
@@ -194,3 +194,90 @@ def test_a_connection_that_never_sends_or_never_reads_is_closed(
     for connection in silent:
         connection.close()
     assert client.get(f"/?{client.query}")[0] == 200
+
+
+# -- roles
+
+
+@pytest.fixture
+def stoppable(runs: Path) -> Iterator[tuple[Client, list[str], list[tuple[str, str, str]]]]:
+    """Return a client of a server that can stop its run, the stops, and what is noted."""
+    stops: list[str] = []
+    notes: list[tuple[str, str, str]] = []
+
+    def stop(address: str) -> str:
+        stops.append(address)
+        return "" if len(stops) == 1 else "No process is writing to this run."
+
+    with LiveServer(runs / "one", stop=stop, note=lambda *note: notes.append(note)) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield Client(server), stops, notes
+        server.shutdown()
+        thread.join()
+
+
+def post(client: Client, path: str, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", client.server.server_port, timeout=30)
+    try:
+        connection.request("POST", path, body=b"x" * 100, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_only_the_token_for_it_stops_the_run(stoppable: tuple[Client, list[str], list[tuple[str, str, str]]]) -> None:
+    client, stops, notes = stoppable
+    look, stop = client.server.tokens.look, client.server.tokens.stop
+    assert look != stop
+    assert post(client, "/stop")[0] == 401
+    assert post(client, "/stop?token=")[0] == 401
+    assert post(client, f"/stop?token={stop}x")[0] == 401
+    assert post(client, f"/stop?token={look}") == (403, b"This address may look, and not stop the run.\n")
+    assert post(client, f"/stop?token={stop}", Host="evil.example")[0] == 403
+    assert post(client, f"/data?token={stop}")[0] == 404
+    assert client.get(f"/stop?token={stop}")[0] == 404, "a link or an image of another site can only GET"
+    assert stops == []
+    assert post(client, f"/stop?token={stop}")[0] == 200
+    assert stops == ["127.0.0.1"]
+    assert post(client, f"/stop?token={stop}") == (409, b"No process is writing to this run.\n")
+    reasons = [reason for event, _, reason in notes if event == "refusal"]
+    assert reasons == [
+        "no valid token",
+        "a stop with a token that may only look",
+        "a host name that is not of this machine",
+    ]
+    assert ("stop", "127.0.0.1", "the live page") in notes
+
+
+def test_only_the_page_for_it_has_a_button(stoppable: tuple[Client, list[str], list[tuple[str, str, str]]]) -> None:
+    client, _, _ = stoppable
+    for url, has in ((client.server.url, False), (client.server.stop_url, True)):
+        status, page, _ = client.get(f"/?{urlsplit(url).query}")
+        assert status == 200
+        assert (b'data-stops="stops"' in page) == has
+        assert client.get(f"/data?{urlsplit(url).query}")[0] == 200
+        assert client.server.tokens.stop.encode() not in page
+
+
+def test_without_permission_there_is_no_token_that_stops(client: Client) -> None:
+    assert client.server.stop_url == ""
+    assert post(client, "/stop?token=")[0] == 401
+    assert post(client, f"/stop?{client.query}")[0] == 403
+
+
+def test_refusals_are_noted_once_a_minute_for_each_address() -> None:
+    noted: list[tuple[str, str, str]] = []
+    clock = [0.0]
+    refused = Refusals(lambda *note: noted.append(note), lambda: clock[0])
+    for clock[0] in (0.0, 1.0, 59.0):
+        refused("192.0.2.1", "no valid token")
+        refused("192.0.2.2", "no valid token")
+    assert len(noted) == 2
+    clock[0] = 61.0
+    refused("192.0.2.1", "no valid token")
+    assert len(noted) == 3
+    for number in range(5000):
+        refused(f"2001:db8::{number:x}", "no valid token")
+    assert len(refused._noted) <= MOST_REFUSALS

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.security.file_modes import make_folder, make_like_folder
+
 if TYPE_CHECKING:
     import torch
 
@@ -38,9 +40,10 @@ def write(run_dir: Path, rank: int, step: int, tensors: Mapping[str, torch.Tenso
     from safetensors.torch import save_file  # imports torch: half a second, which the launcher need not wait
 
     path = run_dir / FOLDER / f"rank-{rank:05d}-step-{step:08d}.safetensors"
-    path.parent.mkdir(exist_ok=True)
+    make_folder(path.parent)
     draft = path.with_suffix(".half")
     save_file(dict(tensors), draft, metadata={"about": json.dumps(plain)})
+    make_like_folder(draft)
     draft.rename(path)
 
 

@@ -27,6 +27,7 @@ from unisono.checkpoint import contents
 from unisono.checkpoint.contents import STATE, SUFFIX
 from unisono.checkpoint.regular_file import kind_of, open_regular, read_regular
 from unisono.json_forms import is_count, is_text, parse_value
+from unisono.security.file_modes import make_folder, write_text
 
 MANIFEST, SIGNATURE, ELSEWHERE = "manifest.json", "signature.json", "elsewhere.json"
 
@@ -87,10 +88,10 @@ def record_storage(run_dir: Path, location: str | None) -> None:
     if location == before[0]:
         return
     folder = run_dir / "checkpoints"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     history = [location, *(other for other in before if other != location)]
     draft = folder / f".{ELSEWHERE}.{os.getpid()}"
-    draft.write_text(json.dumps({"dirs": history}), encoding="utf-8")
+    write_text(draft, json.dumps({"dirs": history}))
     draft.replace(folder / ELSEWHERE)
 
 

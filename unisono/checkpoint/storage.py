@@ -28,6 +28,7 @@ from unisono.checkpoint.signature import Sign, unsigned
 from unisono.config import plural
 from unisono.errors import CheckpointError, SettingsError
 from unisono.json_forms import parse
+from unisono.security.file_modes import make_folder, open_like_folder
 
 
 class Storage(Protocol):
@@ -86,10 +87,10 @@ class FolderStorage:
 
     def write(self, steps: int, name: str, chunks: Iterable[bytes | memoryview]) -> WrittenFile:
         path = self._draft(steps) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         size, digest = 0, hashlib.sha256()
         try:
-            with path.open("wb") as file:
+            with open(path, "wb", opener=open_like_folder) as file:
                 for chunk in chunks:
                     digest.update(chunk)
                     size += file.write(chunk)
@@ -238,7 +239,7 @@ class BucketStorage:
     def fetch(self, steps: int, into: Path) -> Path:
         folder = into / f".{name_of(steps)}.fetched" / name_of(steps)
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        make_folder(folder)
         for path in self._fs.ls(self._path(steps), detail=False):
             name = path.rpartition("/")[2]
             if name == MANIFEST or manifest.FILE.fullmatch(name):  # others are no files of a checkpoint

@@ -29,6 +29,7 @@ from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
+from unisono.cli.inspect.audit_log import audit_log
 from unisono.cli.inspect.report import report
 from unisono.cli.inspect.top import top
 from unisono.cli.inspect.verify import verify
@@ -39,6 +40,7 @@ from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
 from unisono.config import Settings, entries_of
+from unisono.environment import remember_secrets
 from unisono.errors import SettingsError, UnisonoError
 from unisono.monitor import console
 
@@ -57,6 +59,7 @@ Examples:
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
   unisono logs runs/mine --errors       print the errors of all ranks
+  unisono audit-log runs/mine           print joins, losses and refusals
   unisono report runs/mine              write its report as a page
   unisono watch runs/mine               serve its report while it grows
   unisono top runs/mine                 show its ranks in the terminal
@@ -146,10 +149,14 @@ TOP = """\
   unisono top runs/mine                  q ends it
   unisono top runs/mine | cat            once
 """
+AUDIT_LOG = """\
+  unisono audit-log runs/mine
+"""
 WATCH = """\
   unisono watch runs/mine
   unisono watch runs                     a list of all runs
   unisono watch runs/mine --port 8000
+  unisono watch runs/mine --stop         also print an address that may stop it
 """
 EXPORT = """\
   unisono export runs/mine model.safetensors
@@ -181,6 +188,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (top, INSPECT, TOP),
     (doctor, INSPECT, DOCTOR),
     (logs, INSPECT, LOGS),
+    (audit_log, INSPECT, AUDIT_LOG),
     (fingerprint, INSPECT, FINGERPRINT),
     (profile, INSPECT, PROFILE),
     (export, INSPECT, EXPORT),
@@ -235,6 +243,7 @@ def _names_for_target(words: Sequence[str]) -> Sequence[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command, and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    remember_secrets()
     with console.broken_pipe_safe():
         try:
             return _execute(words)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from unisono.security.masking import mask_words
+
 VALUED = (
     *("--set", "--settings", "--accept-change", "--run-dir", "--ranks", "--cpu-ranks", "--ranks-per-device"),
     *("--image", "--name", "--namespace", "--ranks-per-pod", "--gpus-per-pod", "--gpu-resource", "--cpus", "--memory"),
@@ -20,7 +22,7 @@ VALUED = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The words of a command; `str` quotes them for a shell. Methods return a changed copy.
+    """The words of a command; `str` quotes them for a shell, without secrets. Methods return a changed copy.
 
     Without words the command is not known, and only the changes are shown: --set lr=1.
     """
@@ -28,7 +30,7 @@ class CommandLine:
     words: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return shlex.join(self.words)
+        return shlex.join(mask_words(self.words))
 
     def setting(self, *pairs: str, instead_of: str = "") -> CommandLine:
         """Return it with these `--set key=value`, which replace those of the same keys and the pair `instead_of`."""

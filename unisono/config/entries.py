@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar, get_type_hints
 
 from unisono.config.schema import INFO, SECTIONS, Range, SettingInfo, Settings
 from unisono.config.value_types import ValueMismatch, choices_of, plain, shown, typed, within
+from unisono.security.masking import masked
 
 T = TypeVar("T")
 
@@ -114,9 +115,10 @@ def flatten(settings: Any) -> dict[str, Any]:
 def result_settings(settings: Any) -> dict[str, Any]:
     """Return the values that results depend on, as JSON can hold them: a path as text, an Enum member as its name.
 
-    Every setting that a script adds is among them, unless its field says metadata={"changes_bits": False}.
+    Every setting that a script adds is among them, unless its field says metadata={"changes_bits": False}. Secrets are
+    masked, since these values are stored.
     """
-    return {e.name: plain(e.default) for e in entries_of(type(settings), settings) if e.changes_bits}
+    return {e.name: masked(e.name, plain(e.default)) for e in entries_of(type(settings), settings) if e.changes_bits}
 
 
 def example_of(entry: SettingEntry) -> str:

@@ -29,6 +29,7 @@ from unisono.config.toml_file import read, read_values
 from unisono.config.value_types import ValueMismatch, choices_of, kind, shown, toml, typed
 from unisono.config.wording import nearest_name
 from unisono.errors import Problem, SettingsError
+from unisono.security.masking import is_masked, masked
 
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ class SettingsSources(Generic[T]):
         self.levels = dict.fromkeys(entries, CLASS_DEFAULT)
         self.problems: list[Problem] = []
         self.doubtful: set[str] = set()
+        self._withheld: dict[str, str] = {}
+        """Settings whose values a file does not contain, because they are secrets: the source of each."""
 
     def take_earlier(self, file: Path) -> None:
         """Take the values that were given to the resumed run. Names that the script no longer has are ignored here."""
@@ -150,6 +153,9 @@ class SettingsSources(Generic[T]):
         for name, source in sources.items():
             if source not in NOT_GIVEN and name in self.entries and name in values:
                 entry, value = self.entries[name], "none" if values[name] is None else values[name]
+                if is_masked(value):
+                    self._withheld[name] = source
+                    continue
                 try:
                     self.values[name] = typed(entry.hint, value)  # "none" may be one of a Literal's choices
                 except ValueMismatch as mismatch:
@@ -166,8 +172,12 @@ class SettingsSources(Generic[T]):
         except SettingsError as error:
             self.problems += error.problems
             return
+        sources = read(file)[1]  # if it is the settings.toml of a run
         for name, value in given.items():
-            if name in self.entries or not allow_unknown:
+            if is_masked(value) and name in self.entries:
+                if sources.get(name) not in NOT_GIVEN:
+                    self._withheld[name] = str(file)
+            elif name in self.entries or not allow_unknown:
                 self._put(name, value, str(file), SETTINGS_FILE)
 
     def take_sets(self, sets: Sequence[str], allow_unknown: bool) -> None:
@@ -194,6 +204,10 @@ class SettingsSources(Generic[T]):
         for name, entry in self.entries.items():
             if self.levels[name] == CLASS_DEFAULT and name not in self.doubtful:
                 self._check_default(entry)
+        for name, source in self._withheld.items():
+            if self.levels[name] == CLASS_DEFAULT:
+                facts = f"It is a secret, which {source} gave to the run, so settings.toml has *** in its place."
+                self._doubt(name, Problem(f"{name} is not stored.", facts, str(self.line.setting(f"{name}=VALUE"))))
         levels, values = self.levels, self.values
         for one, other in (("steps", "epochs"), ("epochs", "steps")):  # the later source of the two counts
             if values.get(one) is not None and levels[one] > levels[other]:
@@ -219,7 +233,8 @@ class SettingsSources(Generic[T]):
     def _put(self, name: str, value: Any, source: str, level: int) -> None:
         """Add one value of a file or the command line, or the problem with it."""
         text = level == COMMAND_LINE
-        given = f"{name} = {value}" if text else f"{name} = {toml(value)} in {source}"
+        shown_value = masked(name, value)
+        given = f"{name} = {shown_value}" if text else f"{name} = {toml(shown_value)} in {source}"
         assignment = f"{name}={value}"
 
         def instead(name: str, value: Any = "VALUE") -> str:

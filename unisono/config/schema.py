@@ -281,8 +281,11 @@ class MetricsSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SecureSettings:
-    """What a run trusts, and what proves that its files are its own."""
+    """Access to a run, what it trusts, and what proves that its files are its own."""
 
+    share: Literal["owner", "group", "all"] = setting(
+        "owner", "users that may read the run directory and its checkpoints: owner, group, or all that the umask allows"
+    )
     sign: str | None = setting(None, "file of an Ed25519 private key that signs each checkpoint; none: no signature")
     trust: list[str] = setting(
         [], "files of public keys; a checkpoint that none of them has signed is not loaded; []: any is loaded"

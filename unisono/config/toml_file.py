@@ -12,6 +12,7 @@ from unisono.config.command_line import CommandLine
 from unisono.config.entries import flatten
 from unisono.config.value_types import toml
 from unisono.errors import SettingsError
+from unisono.security.masking import masked
 
 
 def read_values(file: Path, line: CommandLine = CommandLine()) -> dict[str, Any]:  # noqa: B008  (frozen)
@@ -43,8 +44,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def provenance_lines(settings: Any, sources: Mapping[str, str]) -> str:
-    """Return TOML with one line for each value and its source as a comment. `--settings` takes such a file, too."""
-    lines = [(f"{name} = {toml(value)}", sources[name]) for name, value in flatten(settings).items()]
+    """Return TOML with one line for each value and its source as a comment. `--settings` takes such a file, too.
+
+    Secrets are masked.
+    """
+    lines = [(f"{name} = {toml(masked(name, value))}", sources[name]) for name, value in flatten(settings).items()]
     width = min(40, max(len(line) for line, _ in lines))
     return "".join(f"{line:{width}}  # {source}\n" for line, source in lines)
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from unisono.security.masking import remember
+
 
 def variables(names: Iterable[str]) -> dict[str, str]:
     """Return those of the named environment variables that are set."""
@@ -16,6 +18,11 @@ def cache() -> Path:
     """Return the cache folder: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono."""
     given = os.environ.get("XDG_CACHE_HOME")
     return (Path(given) if given else Path.home() / ".cache") / "unisono"
+
+
+def remember_secrets() -> None:
+    """Mask the values of variables such as WANDB_API_KEY in every file and message of this process."""
+    remember(os.environ)
 
 
 def set_for_libraries(name: str, value: str) -> None:

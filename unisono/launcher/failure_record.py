@@ -17,6 +17,7 @@ from types import TracebackType
 
 import unisono
 from unisono.errors import Problem, UnisonoError, is_connection_error
+from unisono.security.masking import mask_forms
 
 OUR_FRAMES = (os.path.join("launcher", "worker_main.py"), "<frozen runpy>", "runpy.py")
 """Frames between the interpreter and the script, which plain Python does not show either."""
@@ -66,14 +67,14 @@ class FailureRecord:
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
             message = error.code if isinstance(error.code, str) else f"the script exited with status {status}"
-            return cls(time.time(), kind, message, "", status & 0xFF)
+            return cls(time.time(), kind, mask_forms(message), "", status & 0xFF)
         formatter = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
         if isinstance(error, UnisonoError):
             formatter.stack = _user_frames(formatter.stack)
-        text = "".join(formatter.format())
+        text = mask_forms("".join(formatter.format()))
         if isinstance(error, UnisonoError):
             return cls(time.time(), kind, str(error), text, error.exit_status, error.problems)
-        return cls(time.time(), kind, str(error), text, 1)
+        return cls(time.time(), kind, mask_forms(str(error)), text, 1)
 
 
 def _from_the_script(trace: TracebackType | None) -> TracebackType | None:

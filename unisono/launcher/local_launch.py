@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,10 +17,12 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.environment import ONE_EACH, DeviceAssignment, World, draws_live_lines, inherited, variables
+from unisono.errors import UnisonoError
 from unisono.launcher.elastic_policy import ElasticLauncher, socket_folder
 from unisono.launcher.hang_watcher import HangWatcher
 from unisono.launcher.hosts.cluster import Cluster
 from unisono.launcher.supervisor import RunOutcome, WorkerSpec, supervise
+from unisono.security.audit_trail import Record, unrecorded
 
 
 def run(
@@ -38,6 +40,7 @@ def run(
     devices: DeviceAssignment = ONE_EACH,
     columns: int = 0,
     cluster: Cluster | None = None,
+    audit: Record = unrecorded,
 ) -> RunOutcome:
     """Run the script in `ranks` processes and return when all have ended.
 
@@ -56,6 +59,7 @@ def run(
         devices: the device of each rank.
         columns: width of `screen`, which shows live lines without being a terminal; 0: use standard output's.
         cluster: the hosts on which they run; None: this one.
+        audit: records processes that join, leave or are lost, hosts that are refused, and stops.
 
     Raises:
         SettingsError: a host of the cluster cannot be reached, or differs from this one.
@@ -73,18 +77,32 @@ def run(
             columns=columns,
             least=(minimum or 0) if elastic else 0,
         )
-        builder = SpecBuilder(base, [str(script), *arguments], changes, logs, folder, cluster, survives=survives)
+        command = [str(script), *arguments]
+        builder = SpecBuilder(base, command, changes, logs, folder, cluster, survives=survives, audit=audit)
         stack.enter_context(HangWatcher(folder, verbose=verbose))
         elastic_launcher = ElasticLauncher(minimum or 1, builder.build) if survives else None
         if elastic_launcher is not None:
             stack.enter_context(elastic_launcher.open(folder / "store", ranks, _python()))
         if cluster is not None:
-            stack.enter_context(cluster.open(folder / "store", script, logs.parent))
+            stack.enter_context(_opened(cluster, folder / "store", script, logs.parent, audit))
         specs = [builder.build(number, number) for number in range(ranks)]
         outcome = supervise(specs, screen=screen, verbose=verbose, elastic=elastic_launcher)
         if cluster is not None:
             cluster.status = -1 if outcome.failure is not None and outcome.failure.is_death else outcome.final_status
         return outcome
+
+
+@contextmanager
+def _opened(cluster: Cluster, store: Path, script: Path, run_dir: Path, audit: Record) -> Iterator[None]:
+    """Connect to the hosts, and record those that are refused."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(cluster.open(store, script, run_dir))
+        except UnisonoError as error:
+            for problem in error.problems:
+                audit("refusal", reason=f"{problem.error} {problem.facts}")
+            raise
+        yield
 
 
 class SpecBuilder:
@@ -98,6 +116,7 @@ class SpecBuilder:
         folder: the launcher's private folder.
         cluster: the hosts; None: this one.
         survives: whether processes continue without one that dies.
+        audit: records what happens to them.
     """
 
     def __init__(
@@ -110,7 +129,9 @@ class SpecBuilder:
         cluster: Cluster | None,
         *,
         survives: bool,
+        audit: Record = unrecorded,
     ) -> None:
+        self._audit = audit
         self._base, self._command, self._changes = base, command, changes
         self._logs, self._folder, self._cluster, self._survives = logs, folder, cluster, survives
         self._ranks: dict[
@@ -129,12 +150,15 @@ class SpecBuilder:
             joins=number >= base.size,
         )
         if self._cluster is None:
-            return _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
+            spec = _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
+            return replace(spec, audit=self._audit, place={"host": world.host})
         if number != replaced:
             self._cluster.replace(number, replaced)
         world = self._cluster.world(number, world)
         changes |= self._cluster.environment(number)
         spec = _spec(number, world, self._command, inherited(changes), self._logs, self._folder)
+        place = {"host": world.host, "address": self._cluster.reached_at(number)}
+        spec = replace(spec, audit=self._audit, place=place)
         start = self._cluster.start(number, world)
         if self._cluster.is_here(number):
             return replace(spec, start=start)

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from unisono.security.file_modes import make_folder, open_like_folder
+
 LONGEST_LINE = 1 << 20
 """Length in bytes. A longer line is written in pieces, so that memory stays bounded."""
 
@@ -38,9 +40,9 @@ class RankLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed in close)
-        self._times = open(times_path(path), "ab", buffering=0)  # noqa: SIM115
+        make_folder(path.parent)
+        self._file = open(path, "ab", buffering=0, opener=open_like_folder)  # noqa: SIM115  (closed in close)
+        self._times = open(times_path(path), "ab", buffering=0, opener=open_like_folder)  # noqa: SIM115
         self._open_line = b""
         self.error: OSError | None = None
 
@@ -136,8 +138,8 @@ def append_failure(log: Path, text: str, when: float) -> None:
     """Append the traceback of a process that has ended to its log."""
     with (
         contextlib.suppress(OSError),
-        open(log, "a", encoding="utf-8", errors="backslashreplace") as file,
-        open(times_path(log), "ab") as times,
+        open(log, "a", encoding="utf-8", errors="backslashreplace", opener=open_like_folder) as file,
+        open(times_path(log), "ab", opener=open_like_folder) as times,
     ):
         times.write(mark(os.fstat(file.fileno()).st_size, when))
         times.flush()

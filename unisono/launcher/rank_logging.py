@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, TextIO
 
 from unisono import phases
 from unisono.launcher import failure_record
+from unisono.security.file_modes import make_folder, open_like_folder
 
 WARNINGS = "py.warnings"
 """The name of the logger of warnings, as of logging.captureWarnings."""
@@ -167,8 +168,8 @@ class RankOutput(logging.Handler):
     def append(self, text: str) -> None:
         """Append lines to the log."""
         with contextlib.suppress(OSError):
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            make_folder(self._log.parent)
+            with open(self._log, "a", encoding="utf-8", errors="backslashreplace", opener=open_like_folder) as file:
                 file.write(text.rstrip("\n") + "\n")
 
 

@@ -345,6 +345,7 @@ class RendezvousServer:
             if connection.ready:
                 connection.ready = None
                 connection.send(refused=reason)
+                self.notify({"refused": reason, "process": connection.number})
 
 
 def main() -> None:

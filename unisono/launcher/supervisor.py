@@ -229,6 +229,7 @@ class _Supervisor:
         now = time.monotonic()
         if self.stopped_at is None:
             self.stopped_at = now
+            self.specs[0].audit("stop", signal=signal.Signals(number).name)
             if not self.failing:
                 self._print("Stopping: the current step is finished and saved. A second Ctrl-C kills all processes.")
                 for process in self.processes:
@@ -287,6 +288,8 @@ class _Supervisor:
                 process = self.processes[event["orphan"]]
                 process.orphan_of, process.survived = event["lost"], process.alive
                 process.kill()
+            if "refused" in event:
+                self.processes[event["process"]].record("refusal", reason=event["refused"])
             if "formed" in event:
                 self._announce(event["formed"], max(elastic.step, 0))
 
@@ -305,6 +308,7 @@ class _Supervisor:
         remaining = plural(len(formed["roster"]), "process", "processes")
         for number in formed["joined"]:
             self.processes[number].joined = True
+            self.processes[number].record("join", after_step=step)
             self._print(f"Process {number} joined after {step} steps; the run continues with {remaining}.")
         for number in formed["lost"]:
             process = self.processes[number]
@@ -339,6 +343,7 @@ class _Supervisor:
             self.selector.unregister(stdout)
         process.handle.close()
         process.log.close(process.ending)
+        process.record_end()
 
     def _terminate_others(self) -> None:
         """End all processes after a failure."""

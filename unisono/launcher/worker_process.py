@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, is_replaceable, is_spare
 from unisono.launcher.rank_log import RankLog, last_lines
+from unisono.security.audit_trail import Record, unrecorded
 
 SIGNAL_CAUSES = {
     signal.SIGKILL: "usually the machine ran out of memory (see `dmesg | tail`), or the process was killed on purpose",
@@ -70,6 +71,8 @@ class WorkerSpec:
         record: the file for its failure (failure_record.py).
         replacement: whether it replaces a process that died.
         start: starts it, on this host or on another one (hosts/remote_host.py). Raises OSError if that fails.
+        audit: records that it joins and leaves.
+        place: where it runs, for this record: its host, and the address of another host.
     """
 
     command: Sequence[str]
@@ -78,6 +81,8 @@ class WorkerSpec:
     record: Path
     replacement: bool = False
     start: Callable[[WorkerSpec], Handle] = field(default_factory=lambda: LocalHandle)
+    audit: Record = unrecorded
+    place: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalHandle:
@@ -215,6 +220,18 @@ class WorkerProcess:
                 f"The system refused: {error.strerror}.",
                 "start fewer processes, or close other programs.",
             ) from error
+
+        if self.joined:
+            self.record("join")
+
+    def record(self, event: str, **facts: Any) -> None:
+        """Record an event of this process."""
+        self.spec.audit(event, process=self.rank, **self.spec.place, **facts)
+
+    def record_end(self) -> None:
+        """Record that it left, or that it is lost, and how it ended."""
+        ending = self.ending
+        self.record("loss" if ending.startswith(("died", "failed")) else "leave", reason=ending or "it does not end")
 
     @property
     def alive(self) -> bool:

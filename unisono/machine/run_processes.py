@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from unisono.machine.counter_rates import CounterRates, without_none
 from unisono.machine.kernel_files import KernelFiles, pairs_of
+from unisono.security.file_modes import make_folder, open_like_folder
 
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -63,8 +64,8 @@ def register(path: Path, files: KernelFiles, rank: int, device: str = "") -> Non
     """
     stat = read_stat(files, os.getpid(), keep=False)
     entry = {"rank": rank, "pid": os.getpid(), "begun": stat.begun if stat else 0, "device": device}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    make_folder(path.parent)
+    file = open_like_folder(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
     try:
         os.write(file, json.dumps(entry).encode() + b"\n")
     finally:

@@ -60,6 +60,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.json_forms import Form, fits, is_number, is_object, is_text, list_of, object_of, parse
+from unisono.security.file_modes import make_folder, open_like_folder
 
 CORES = re.compile(r"(\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*)?")
 """Numbers of cores, such as 0-3,8."""
@@ -99,8 +100,8 @@ class SampleFile:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        make_folder(path.parent)
+        self._file = open_like_folder(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
         self._length = 0
         self._is_cut_off = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"

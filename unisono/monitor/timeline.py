@@ -44,6 +44,7 @@ from typing import Any
 
 from unisono.monitor.timeline_blocks import BlockWriter
 from unisono.phases import PHASES
+from unisono.security.file_modes import make_folder, open_like_folder
 
 WRITE_EVERY_SECONDS = 2.0
 """Longest time that lines stay in memory while steps finish. A crash of the machine loses these lines."""
@@ -76,8 +77,8 @@ class Timeline:
         self._file: int | None = None
         self._blocks = BlockWriter(path.with_suffix(".blocks"), 0)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            make_folder(path.parent)
+            self._file = open_like_folder(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
             size = os.fstat(self._file).st_size
             if is_cut_off(self._file, size):
                 self._lines.append("\n")

@@ -28,6 +28,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from unisono.security.file_modes import open_like_folder
+
 LINES = 128
 """Lines of a timeline in a block."""
 
@@ -136,7 +138,7 @@ class BlockWriter:
         self._whole.clear()
         try:
             if self._file is None:
-                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._file = open_like_folder(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:

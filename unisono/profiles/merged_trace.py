@@ -25,6 +25,7 @@ from unisono.profiles.profile_folder import (
     read_trace,
 )
 from unisono.profiles.rank_trace import ALLOCATION, Event
+from unisono.security.file_modes import open_like_folder
 
 FLOWS = ("s", "t", "f")
 """Kinds of events that are the ends of an arrow between spans."""
@@ -79,7 +80,10 @@ def _write(folder: ProfileFolder, facts: Mapping[int, Mapping[str, Any]]) -> Non
     start = min(int(each["began"]) - offsets[rank] for rank, each in facts.items())
     numbers: dict[Any, int] = {}  # of arrows, which are numbered by rank until here
     about = {"ranks": sorted(facts), "steps": next(iter(facts.values()))["steps"]}
-    with gzip.open(part(folder.trace), "wt", compresslevel=COMPRESSION, encoding="utf-8") as file:
+    with (
+        open(part(folder.trace), "wb", opener=open_like_folder) as raw,
+        gzip.open(raw, "wt", compresslevel=COMPRESSION, encoding="utf-8") as file,
+    ):
         file.write(f'{{"{KEY}":{json.dumps(about)},"displayTimeUnit":"ms","baseTimeNanoseconds":{start},')
         file.write('"traceEvents":[')
         for place, rank in enumerate(sorted(facts)):
@@ -122,7 +126,7 @@ def clock_offset(facts: Mapping[str, Any], host: str) -> int:
 @contextmanager
 def _locked(folder: ProfileFolder) -> Iterator[None]:
     """Run a block that only one process runs at a time."""
-    with folder.lock.open("w") as lock:
+    with open(folder.lock, "w", opener=open_like_folder) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

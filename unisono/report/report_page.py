@@ -19,6 +19,7 @@ from typing import Any
 from unisono.report.report_data import report_data
 from unisono.report.run_files import RunFiles
 from unisono.report.step_buckets import BUCKETS
+from unisono.security.file_modes import write_text
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uPlot.min.css", "page.css")
@@ -41,8 +42,15 @@ def page_of(title: str, content: Mapping[str, Any]) -> str:
     return page_around(title, json_of(content))
 
 
-def page_around(title: str, content: str, *, live: bool = False) -> str:
-    """Return a page with this JSON as its content; `live`: it asks the server that it comes from for news."""
+def page_around(title: str, content: str, *, live: bool = False, stops: bool = False) -> str:
+    """Return a page with this JSON as its content.
+
+    Args:
+        title: Its title.
+        content: The JSON.
+        live: Whether it asks the server that it comes from for news.
+        stops: Whether it has a button that stops the run.
+    """
     return Template(_asset("page.html")).substitute(
         policy=POLICY + "; connect-src 'self'" * live,
         title=html.escape(title.encode(errors="replace").decode()),
@@ -50,6 +58,7 @@ def page_around(title: str, content: str, *, live: bool = False) -> str:
         script="\n".join(map(_asset, SCRIPTS)),
         data=content.replace("<", "\\u003c"),  # nothing ends the element, or opens a comment
         live="live" if live else "",
+        stops="stops" if stops else "",
     )
 
 
@@ -88,7 +97,7 @@ def write_page(path: Path, text: str) -> None:
     """Write a page completely or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.time_ns()}")
     try:
-        draft.write_text(text, encoding="utf-8", errors="replace")
+        write_text(draft, text, errors="replace")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from unisono.security.file_modes import make_folder
 from unisono.testing import faults
 from unisono.testing.faults import Fault, SlowAt
 
@@ -57,7 +58,7 @@ def planted(texts: Sequence[str], rank: int, folder: Path) -> Iterator[None]:
             if target not in (None, rank) or mark.exists():
                 continue
             if isinstance(fault, Fault):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 fault.mark = mark.touch
             waiting.enter_context(fault)
         yield

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from unisono.security.file_modes import open_like_folder
 from unisono.trackers.tracker import Media, TrackedRun
 
 HEADER = ("step", "time", "name", "value")
@@ -20,7 +21,7 @@ class CsvFile:
     """Append to metrics.csv. All rows of a step are one write, so a kill does not divide them."""
 
     def start(self, run: TrackedRun) -> int:
-        self._file: Any = (run.dir / "metrics.csv").open("a+b", buffering=0)
+        self._file: Any = open(run.dir / "metrics.csv", "a+b", buffering=0, opener=open_like_folder)  # noqa: SIM115  (closed in finish)
         last, whole = _last_whole_step(self._file)
         self._file.truncate(whole)
         if not whole:

@@ -19,6 +19,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 from mlflow.exceptions import MlflowException
 
+from unisono.security.file_modes import make_folder
 from unisono.trackers.tracker import Media, TrackedRun
 
 EXPERIMENT = "unisono"
@@ -43,7 +44,7 @@ class MLflow:
             remedy = "Set MLFLOW_TRACKING_URI=http://HOST:PORT, or: pip install mlflow"
             raise ImportError(f"no server is named, and mlflow-skinny cannot write {self._uri}. {remedy}")
         if self._uri.endswith(f"{local}/mlflow.db"):
-            local.mkdir(exist_ok=True)
+            make_folder(local)
         self._pending: list[Metric] = []
         self._client = MlflowClient(self._uri)
         try:

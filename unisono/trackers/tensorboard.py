@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.security.file_modes import make_folder, open_like_folder
 from unisono.trackers import event_file
 from unisono.trackers.tracker import Media, TrackedRun
 
@@ -21,11 +22,12 @@ class TensorBoard:
 
     def start(self, run: TrackedRun) -> int:
         folder = run.dir / "tensorboard"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         files = sorted(folder.glob("events.out.tfevents.*"))
         last = max((step for file in files for step in event_file.steps_of(file)), default=-1)
         now = time.time()
-        self._file = (folder / f"events.out.tfevents.{now:.6f}.{os.getpid()}").open("ab")
+        path = folder / f"events.out.tfevents.{now:.6f}.{os.getpid()}"
+        self._file = open(path, "ab", opener=open_like_folder)  # noqa: SIM115  (closed in finish)
         self._media: dict[int, bytes] = {}  # by step: media that no event holds yet
         self._write(event_file.event(now, version="brain.Event:2"))
         if not files:

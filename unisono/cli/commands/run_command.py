@@ -21,7 +21,8 @@ from unisono.cli.inspect.watch import watched
 from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.other_libraries import hint, never_joined, pointer
 from unisono.cli.request.request_checks import checked
-from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts
+from unisono.cli.request.restarts import Hosts, RankRange, run_with_restarts, say_line
+from unisono.cli.request.run_audit import audited
 from unisono.cli.request.run_dir import choose_run_dir, discard_run_dir, lock_run_dir, newest_run
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -34,6 +35,7 @@ from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
+from unisono.security.masking import remember
 
 
 def run(
@@ -122,6 +124,7 @@ def launched(
         watch: whether the report is served.
         places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
     """
+    remember(dict(assignment.split("=", 1) for assignment in request.sets if "=" in assignment))
     count = sizes.usual
     script, threads, unsure, serves, _ = checked(target, count, request, line, cpu_ranks=cpu_ranks, inspect=False)
     on_cpu = (0, cpu_ranks) if serves else (count - cpu_ranks, count)
@@ -131,10 +134,16 @@ def launched(
     is_new, started = request.run_dir is None or not request.run_dir.exists(), time.time()
     with ended_by_sigterm(), places() as where:
         run_dir = choose_run_dir(script.stem, request.run_dir, resume=request.resume, line=line)
-        with lock_run_dir(run_dir, line), watched(run_dir) if watch else nullcontext():
+        with (
+            lock_run_dir(run_dir, line),
+            audited(run_dir, say_line) as audit,
+            watched(run_dir, audit) if watch else nullcontext(),
+        ):
             before = _start_mark(run_dir)
             request_typed = replace(request, typed=str(line))
-            outcome = run_with_restarts(script, request_typed, run_dir, sizes, threads=threads, hosts=where)
+            outcome = run_with_restarts(
+                script, request_typed, run_dir, sizes, threads=threads, hosts=where, audit=audit
+            )
             joined = _start_mark(run_dir) != before
     _explain_end(script, count, line, run_dir, outcome, joined=joined, is_new=is_new)
     if request.json:

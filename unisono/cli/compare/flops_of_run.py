@@ -11,6 +11,7 @@ from unisono.cli.compare.repeated_runs import reason_of
 from unisono.cli.compare.rerun import earlier
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
+from unisono.security.file_modes import write_text
 
 FILE = "flops.json"
 """The file in the run directory that keeps the counts."""
@@ -35,6 +36,6 @@ def count_flops_of_run(run_dir: Path, line: CommandLine) -> dict[str, Any]:
             raise SettingsError(f"Cannot count the operations of {run_dir}.", reason, f"unisono report {run_dir}")
         counts: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
     part = run_dir / f"{FILE}.part"
-    part.write_text(json.dumps(counts, indent=1) + "\n", encoding="utf-8")
+    write_text(part, json.dumps(counts, indent=1) + "\n")
     part.replace(run_dir / FILE)
     return counts

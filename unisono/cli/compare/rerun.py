@@ -25,6 +25,7 @@ from unisono.config.exchange_registry import EXCHANGES
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
+from unisono.security.masking import MASK, is_masked
 
 PLAIN = (
     *ALONE.sets,
@@ -164,7 +165,12 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
     more = AS_TREE if settings.get("exchange") == "server" else ()
     if settings.get("parallel.data_parallel_devices", 1) == 1:  # data parallel devices use these, too
         more = (*more, "parallel.model_parallel_devices=1", "parallel.devices=[]")
-    return replace(again, script=found, own=tuple(known.get("arguments", ())), folder=folder, sets=(*PLAIN, *more))
+    own = tuple(known.get("arguments", ()))
+    if is_masked(own):
+        facts = f"They contain a secret, so environment.json has {MASK} in its place."
+        do = "give secrets to the script as environment variables, which this command passes on"
+        raise SettingsError(f"The arguments of the script of {run_dir} are not stored.", facts, do)
+    return replace(again, script=found, own=own, folder=folder, sets=(*PLAIN, *more))
 
 
 def refuse_unrepeatable(settings: Mapping[str, Any], run_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import getpass
+import json
 import shlex
 import subprocess
 import sys
@@ -16,14 +17,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from unisono.cli.request.run_dir import stop_run
 from unisono.cli.request.suggestions import WHOLE
 from unisono.environment import inherited, variables
 from unisono.errors import SettingsError
+from unisono.security.audit_trail import Record
+from unisono.security.file_modes import make_folder
 
 if TYPE_CHECKING:
-    from unisono.report.live.live_server import LiveServer
+    from unisono.report.live.live_server import LiveServer, Note
 
 LOOPBACK = "127.0.0.1"
+
+NOTE = "\x1enote "
+"""The beginning of a line for the launcher, from the server of `unisono run --watch`."""
 
 LAST_SECONDS = 3.0
 """Seconds for which the server of `unisono run --watch` outlives the run, so that pages show its end."""
@@ -38,11 +45,12 @@ def watch(
     *,
     address: Annotated[str, Parameter(metavar="IP")] = LOOPBACK,
     port: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False)] = 0,
+    stop: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     beside: Annotated[bool, Parameter(negative=(), show=False)] = False,
 ) -> int:
     """Serve the report of a run while it grows, at an address that is printed. Ctrl-C ends it.
 
-    The address contains a secret token. Nothing is written, and training is not disturbed.
+    The address contains a secret token with which one may look. Nothing is written, and training is not disturbed.
 
     Parameters
     ----------
@@ -52,14 +60,19 @@ def watch(
         Listen at this address of the machine. Its network can then reach the page, without encryption.
     port
         Listen at this port. By default any free one.
+    stop
+        Print a second address, whose token may also stop the run: it saves and ends. Only its user can do this, on the
+        host of its launcher.
     """
     line = ["unisono", "watch", str(run), *(["--address", address] if address != LOOPBACK else [])]
-    _check(run)
-    server = _server(run, address, port, line)
+    _check(run, stop=stop)
+    server = _server(run, address, port, line, stop=stop, note=_note_beside if beside else _print_note)
     with server:
         if beside:
             threading.Thread(target=_end_with_input, args=(server,), name="input", daemon=True).start()
         print(f"Watch {run} at {server.url}", flush=True)
+        if server.stop_url:
+            print(f"Watch and stop it at {server.stop_url}", flush=True)
         if tunnel := _tunnel(server, address):
             print(f"From your own machine, first: {tunnel}", flush=True)
         try:
@@ -69,19 +82,26 @@ def watch(
     return 0
 
 
-def _check(run: Path) -> None:
-    """Raise SettingsError if a path is neither a run directory nor a folder of them."""
+def _check(run: Path, *, stop: bool) -> None:
+    """Raise SettingsError if a path is neither a run directory nor a folder of them, or if it cannot be stopped."""
     from unisono.report.run_files import is_run, no_run  # here, because it loads numpy
 
+    if stop and not is_run(run):
+        facts = f"{run} is not a run directory, and --stop is for one run."
+        line = shlex.join(["unisono", "watch", f"{run}/NAME", "--stop"])
+        raise SettingsError("Cannot stop a folder of runs.", facts, line)
     if not is_run(run) and not (run.is_dir() and any(is_run(path) for path in run.iterdir())):
         raise SettingsError.of([no_run(run)])
 
 
-def _server(run: Path, address: str, port: int, line: list[str]) -> LiveServer:
-    from unisono.report.live.live_server import LiveServer  # here, because it loads numpy
+def _server(run: Path, address: str, port: int, line: list[str], *, stop: bool, note: Note) -> LiveServer:
+    from unisono.report.live.live_server import LiveServer, cannot_stop  # here, because it loads numpy
+
+    def stop_it(client: str) -> str:
+        return stop_run(run, reason="the live page", address=client)
 
     try:
-        return LiveServer(run, address, port)
+        return LiveServer(run, address, port, stop=stop_it if stop else cannot_stop, note=note)
     except OverflowError:
         raise SettingsError(f"--port {port} is out of range.", "Ports are 0 to 65535.", shlex.join(line)) from None
     except OSError as error:
@@ -112,17 +132,33 @@ def _end_with_input(server: LiveServer) -> None:
     server.shutdown()
 
 
+def _print_note(event: str, address: str, reason: str) -> None:
+    """Print a refusal or a stop."""
+    print(f"{event.capitalize()}, {address}: {reason}.", file=sys.stderr, flush=True)
+
+
+def _note_beside(event: str, address: str, reason: str) -> None:
+    """Report a refusal to the launcher beside which this process serves. (A stop reaches it as a signal.)"""
+    if event == "refusal":
+        print(NOTE + json.dumps({"event": event, "address": address, "reason": reason}), flush=True)
+
+
 @contextmanager
-def watched(run_dir: Path) -> Iterator[None]:
-    """Serve the page of a run during a block, from a process of its own. Print its address to standard error."""
-    (run_dir / "timeline").mkdir(exist_ok=True)
+def watched(run_dir: Path, audit: Record) -> Iterator[None]:
+    """Serve the page of a run during a block, from a process of its own. Print its address to standard error.
+
+    Args:
+        run_dir: The run directory.
+        audit: Records those that the page refuses.
+    """
+    make_folder(run_dir / "timeline")
     words = [sys.executable, "-m", "unisono.cli.main", "watch", str(run_dir), "--beside"]
     environment = inherited({"PYTHONPATH": ":".join(path for path in sys.path if path)})
     server = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     ready = threading.Event()
-    threading.Thread(target=_show, args=(server, ready), name="watch", daemon=True).start()
+    threading.Thread(target=_show, args=(server, ready, audit), name="watch", daemon=True).start()
     ready.wait(LONGEST_START)
     try:
         yield
@@ -131,10 +167,13 @@ def watched(run_dir: Path) -> Iterator[None]:
         server.stdin.close()
 
 
-def _show(server: subprocess.Popen[str], ready: threading.Event) -> None:
-    """Print what the server prints."""
+def _show(server: subprocess.Popen[str], ready: threading.Event, audit: Record) -> None:
+    """Print what the server prints, and record what it refuses."""
     assert server.stdout is not None
     for line in server.stdout:
+        if line.startswith(NOTE):
+            audit(**json.loads(line.removeprefix(NOTE)))
+            continue
         print(line, end="", file=sys.stderr, flush=True)
         ready.set()
     ready.set()

@@ -30,6 +30,7 @@ from unisono.launcher import local_launch
 from unisono.launcher.hosts.cluster import Cluster, Connector
 from unisono.launcher.hosts.host_list import ListedHost
 from unisono.launcher.supervisor import RunOutcome
+from unisono.security.audit_trail import Record, unrecorded
 
 RESTARTS = 3
 """Restarts in a row without a new checkpoint, after which the run fails."""
@@ -80,11 +81,13 @@ def run_with_restarts(
     columns: int = 0,
     say: bool = True,
     hosts: Hosts | None = None,
+    audit: Record = unrecorded,
 ) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
     screen, columns, say  as for `local_launch.run`
     hosts                 the hosts on which the processes run; None: this one
+    audit                 records the processes that join and leave
     """
     emergency_dump.clear(run_dir)
     reached, failures, count = _saved(run_dir), 0, ranks.usual
@@ -103,6 +106,7 @@ def run_with_restarts(
             columns=columns,
             verbose=say,
             cluster=cluster,
+            audit=audit,
         )
         if outcome.stopped or outcome.failure is None or not outcome.failure.is_death:
             return outcome
@@ -119,6 +123,7 @@ def run_with_restarts(
         where = f"the checkpoint after step {saved}" if saved else "the beginning, because nothing was saved yet"
         if dumped > saved:
             where = f"the emergency dump after step {dumped}, or {where}"
+        audit("restart", reason=str(outcome.failure).partition("\n")[0], number=failures)
         print(f"Restarting from {where} ({failures} of {RESTARTS}).", file=sys.stderr, flush=True)
         request = replace(request, resume=True)
         if hosts is not None and cluster is not None:

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -19,12 +20,19 @@ from unisono.checkpoint import manifest
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 from unisono.json_forms import is_text, parse
+from unisono.security.audit_trail import leave_reason
+from unisono.security.file_modes import CLOSED, make_closed, open_like_folder, write_text
 
 RUNS = Path("runs")
 """The folder for run directories, in the working directory."""
 FOLDERS = ("log", "timeline", "checkpoints")
 FILES = ("settings.toml", "environment.json", "result.json")
 """Folders and files in a run directory."""
+FURTHER = (
+    *("profile", "media", "left-behind", "tensorboard", "mlflow", "wandb", "launch", "faults"),
+    *("audit.jsonl", "report.html", "metrics.csv", "tracking.json", "tracking.lock", "flops.json"),
+)
+"""Further ones, which only some runs have."""
 CHECKPOINTS_IN_RUN_DIR = "checkpoint.dir=none"
 """A setting for trials and repeated runs. Otherwise they would save among the checkpoints of the script's own runs, and
 `checkpoint.keep` would remove those."""
@@ -52,7 +60,7 @@ def choose_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: Comma
         assert run_dir is not None  # otherwise there was a problem
     try:
         if run_dir is not None:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_closed(run_dir)
             return run_dir
         return _new_folder(stem)
     except OSError as error:
@@ -178,7 +186,7 @@ def lock_run_dir(path: Path, line: CommandLine, *, patience: float = 0.0) -> Ite
     """
     until = time.monotonic() + patience
     try:
-        file = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (closed below)
+        file = open(path / LOCK, "a+", encoding="utf-8", opener=open_like_folder)  # noqa: SIM115  (closed below)
     except OSError:  # the file system has no locks; train anyway
         yield
         return
@@ -254,6 +262,44 @@ def _holder_in(file: TextIO) -> LockHolder:
     return LockHolder(pid or "?", host or "?")
 
 
+def stop_run(path: Path, **reason: str) -> str:
+    """Make the process that writes to a run directory save and end. Return why that is not possible; "" if it worked.
+
+    Args:
+        path: the run directory.
+        reason: what the process records about it.
+    """
+    holder = _holder(path)
+    if holder is None:
+        return "No process is writing to this run."
+    if holder.host != socket.gethostname():
+        return f"Process {holder.pid} writes to this run, on another host. Next: ssh {holder.host} kill {holder.pid}"
+    if not _has_open(holder.pid, path / LOCK):
+        return f"Process {holder.pid} writes to this run, and cannot be found from here."
+    try:
+        leave_reason(path, **reason)
+        os.kill(int(holder.pid), signal.SIGTERM)
+    except OSError as error:
+        return f"Process {holder.pid} writes to this run, and cannot be stopped: {error.strerror}."
+    return ""
+
+
+def _has_open(pid: str, file: Path) -> bool:
+    """Return whether a process has a file open, where the system shows that: in another container, the number is that
+    of another process."""
+    if not pid.isdecimal():
+        return False
+    try:
+        lock, files = file.stat(), list(Path("/proc", pid, "fd").iterdir())
+    except OSError:
+        return not Path("/proc/self/fd").is_dir()
+    for each in files:
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(each.stat(), lock):
+                return True
+    return False
+
+
 def _busy(path: Path, holder: LockHolder, line: CommandLine) -> Problem:
     facts = f"Process {holder.pid} on {holder.host} is writing to it."
     kill = f"kill {holder.pid}" if holder.host == socket.gethostname() else f"ssh {holder.host} kill {holder.pid}"
@@ -272,11 +318,16 @@ def _new_folder(stem: str) -> Path:
     while True:
         path = RUNS / (f"{stem}-{stamp}" if number == 1 else f"{stem}-{stamp}-{number}")
         try:
-            path.mkdir()
+            path.mkdir(mode=CLOSED)
         except FileExistsError:
             number += 1
         else:
             return path
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a name in a run directory, or in a folder of checkpoints, is one that runs write."""
+    return name in (*FOLDERS, *FILES, *FURTHER) or name.startswith((".", "step-"))
 
 
 def discard_run_dir(path: Path) -> None:
@@ -290,7 +341,7 @@ def write(path: Path, text: str) -> None:
     """Write a small file completely or not at all."""
     draft = path.with_name(f".{path.name}.{time.time_ns()}")
     try:
-        draft.write_text(text, encoding="utf-8")
+        write_text(draft, text)
         draft.replace(path)
     except OSError:
         with suppress(OSError):

@@ -13,6 +13,7 @@ from typing import Any
 from unisono.config import entries_of, kind, plain, shown
 from unisono.config.entries import library_settings
 from unisono.config.value_types import choices_of
+from unisono.security.masking import masked
 
 WIDTH = 79
 """Characters in a line of `--help`."""
@@ -22,7 +23,10 @@ def settings_table(settings: type) -> str:
     """Return the settings of a class with their defaults and help texts, one per line, the script's own first."""
     comments = field_comments(settings)
     entries = sorted(entries_of(settings), key=lambda entry: entry.source != "script")
-    rows = [(e.name, shown(e.default), _with_choices(e.hint, e.help or comments.get(e.name, ""))) for e in entries]
+    rows = [
+        (e.name, shown(masked(e.name, e.default)), _with_choices(e.hint, e.help or comments.get(e.name, "")))
+        for e in entries
+    ]
     name_width = max(len(name) for name, _, _ in rows)
     value_width = min(10, max(len(value) for _, value, _ in rows))
     indent = f"{'':{name_width + value_width + 4}}"

@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, chdir
+from contextlib import ExitStack, chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from unisono.checkpoint.signature import key_problems, trusted_keys
 from unisono.checkpoint.storage import prepare_storage
 from unisono.cli.request.run_dir import (
     choose_run_dir,
+    is_ours,
     lock_run_dir,
     newest_run,
     not_writable,
@@ -28,12 +29,14 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train, recipes
 from unisono.cli.start.autoresume import job_mark
 from unisono.cli.start.device_checks import problems_here
-from unisono.config import CommandLine, LoadedSettings, SecureSettings, Settings, gather, provenance_lines
+from unisono.config import CommandLine, LoadedSettings, SecureSettings, Settings, flatten, gather, provenance_lines
 from unisono.config.validate import examine
 from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
 from unisono.errors import Problem, SettingsError
 from unisono.monitor import console
+from unisono.security.file_modes import Share, make_closed, share_with
+from unisono.security.masking import mask_words, masked, remember
 from unisono.train.guarantees.run_identity import RUN, compare, foreign_checkpoint, new_run
 from unisono.train.run import Run
 
@@ -100,6 +103,7 @@ class StartRequest:
         problems += problems_of_train(self.script, train)
         if problems or loaded is None:
             raise SettingsError.of(problems)
+        remember(flatten(loaded.settings))
         return loaded
 
     def run_dir(self, kept: ExitStack) -> tuple[str, str]:
@@ -112,14 +116,38 @@ class StartRequest:
         assert path is not None
         return str(path), str(Path(self.world.folder, path))
 
+    def share(self, run_dir: Path, share: Share, kept: ExitStack) -> None:
+        """Set which users may read the run directory on this host, and a folder of checkpoints outside of it.
+
+        When `kept` is closed this is repeated for the files that the script and libraries have created. Prints a line
+        for each folder that other users can enter although they should not.
+        """
+        if self.world.local_rank == 0:
+            for text in self._share(run_dir, share):
+                console.print_line(text)
+            kept.callback(self._share, run_dir, share)
+
+    def _share(self, run_dir: Path, share: Share) -> list[str]:
+        lines: list[str] = []
+        where = manifest.storage_history(run_dir)[0]
+        folders = [run_dir] if where is None or "://" in where else [run_dir, Path(where)]
+        for folder in folders:
+            with suppress(OSError):  # no such folder on this host
+                if why := share_with(share, folder, is_ours):
+                    do = shlex.join(["chmod", "700", str(folder)])
+                    lines.append(f"Other users can enter {folder}: {why}. To close it: {do}")
+        return lines
+
     def write_files(self, run_dir: Path, loaded: LoadedSettings[Any], run: str, facts: dict[str, Any]) -> None:
         """Write settings.toml and environment.json. Raises SettingsError if that fails, as on a full disk."""
         started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S%z"), "command": str(self.line())}
-        started |= {"script": str(Path(self.world.folder, self.script).resolve()), "arguments": list(self.request.own)}
+        started |= {"script": str(Path(self.world.folder, self.script).resolve())}
+        started |= {"arguments": mask_words(self.request.own)}
         started |= {"folder": self.world.folder, **job_mark(self.request), RUN: run}
         try:
             write(run_dir / "settings.toml", provenance_lines(loaded.settings, loaded.sources))
-            write(run_dir / "environment.json", json.dumps({**started, **facts}, indent=1) + "\n")
+            about = {**started, **{name: masked(name, value) for name, value in facts.items()}}
+            write(run_dir / "environment.json", json.dumps(about, indent=1) + "\n")
         except OSError as error:
             shown = self.request.run_dir or run_dir
             raise SettingsError.of([not_writable(shown, error.strerror or str(error), self.line())]) from None
@@ -141,7 +169,7 @@ class StartRequest:
         where = manifest.storage_history(run_dir)[0]
         if where is None or "://" in where:
             return
-        Path(where).mkdir(parents=True, exist_ok=True)
+        make_closed(Path(where))
         try:
             kept.enter_context(lock_run_dir(Path(where), self.line(), patience=patience))
         except SettingsError as error:

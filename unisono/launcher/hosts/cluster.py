@@ -236,6 +236,10 @@ class Cluster:
         found = self._facts[host]["interfaces"].items()
         return next((name for name, addresses in found if address in addresses), "")
 
+    def reached_at(self, number: int) -> str:
+        """Return the address at which the host of a process reaches this one, or "" if it is this one or not known."""
+        return str((self._facts[self._taken[number].host]["reached_at"] or ("", ""))[1])
+
     def is_here(self, number: int) -> bool:
         """Return whether a process runs on this host."""
         return self._taken[number].host not in self._remote

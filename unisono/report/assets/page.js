@@ -69,6 +69,21 @@ async function follow() {
   follow.timer = setTimeout(follow, wait);
 }
 
+/* Ask the server to stop the run. It answers with what happens, or why it cannot. */
+const stopButton = el("button", { type: "button", class: "small", id: "stop", on: { click: async () => {
+  if (!confirm("Save and end this run?")) return;
+  stopButton.disabled = true;
+  try {
+    const answer = await fetch(`stop${location.search}`, { method: "POST", cache: "no-store" });
+    stopButton.title = (await answer.text()).trim();
+    stopButton.textContent = answer.ok ? "Stopping" : "Not stopped";
+    stopButton.disabled = answer.ok;
+  } catch {
+    stopButton.textContent = "Not stopped";
+    stopButton.disabled = false;
+  }
+} } }, "Stop");
+
 let theme = "auto";
 try { theme = localStorage.getItem("theme") || theme; } catch { /* no storage */ }
 setTheme(theme in THEMES ? theme : "auto");
@@ -76,7 +91,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 document.getElementById("page").append(
   el("div", { class: "top" }, page.back && el("a", { href: page.back, class: "back" }, "All runs"), links,
     el("div", { class: "tools" }, liveState, page.kind === "run" && el("div", { class: "switch", role: "group", "aria-label": "Axis" }, axisButtons),
-      page.kind !== "list" && resetButton, themeButton)),
+      page.kind !== "list" && resetButton, document.getElementById("page").dataset.stops ? stopButton : null, themeButton)),
   main,
 );
 show(page.content);

@@ -29,6 +29,7 @@ from unisono.checkpoint.sharded_state import gather_state
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import ProcessGroup, to_local
 from unisono.errors import RunStopped
+from unisono.security.file_modes import make_folder, write_text
 from unisono.train.context import Inspection, LoopParts, RunContext
 from unisono.train.extensions import Extension
 from unisono.train.gradient_pass import GradientPass
@@ -79,7 +80,7 @@ class Dump:
         folder = self.folder / f"rank-{self.rank}" / part
         names = self.content["written"].setdefault(part, []) if writes else []
         if writes:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         for name, tensor in tensors:
             full = gather_state(tensor, keep=writes)
             if writes:
@@ -116,8 +117,8 @@ class Dump:
 
     def close(self) -> None:
         path = self.folder / f"rank-{self.rank}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.content), encoding="utf-8")
+        make_folder(path.parent)
+        write_text(path, json.dumps(self.content))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from unisono.data.rng import preserve_rng
 from unisono.errors import RunStopped
 from unisono.plan.batch_order import MicroBatchId
 from unisono.plan.rng_keys import ROUND, mix
+from unisono.security.file_modes import make_folder, open_like_folder
 from unisono.tensors.digest import content_digest
 from unisono.train.collective import Rounds
 from unisono.train.context import Inspection, LoopParts, RunContext
@@ -49,8 +50,9 @@ class Trace:
     """The lines of one process, `rank-N.jsonl`. Each line is a list: [kind, step, place, name, hash]."""
 
     def __init__(self, folder: Path, rank: int, steps: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / f"rank-{rank}.jsonl").open("w", encoding="utf-8")
+        make_folder(folder)
+        path = folder / f"rank-{rank}.jsonl"
+        self.file = open(path, "w", encoding="utf-8", opener=open_like_folder)  # noqa: SIM115  (closed in close)
         self.steps = steps
         self.step = -1
         self.place: list[int] = []  # pass, virtual rank, number within the rounds; after them, the pass alone

@@ -21,6 +21,7 @@ from zlib import crc32
 
 import numpy as np
 
+from unisono.security.file_modes import make_folder, write_bytes
 from unisono.train.extensions import Extension
 from unisono.train.recording.png import array_of, encode_png, pixels_of
 from unisono.train.state.run_result import plain
@@ -86,9 +87,9 @@ class MediaRecorder(Extension):
         def write(step: int, stored: str) -> Mapping[str, Any]:
             content, file = build(), Path("media", folder_of(stored), f"{step}.{suffix}")
             path = self._context.run_dir / file
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             part = path.with_name(f".{path.name}.part")
-            part.write_bytes(content)
+            write_bytes(part, content)
             part.replace(path)  # so that a reader finds a whole file
             return {"file": file.as_posix()}
 

@@ -28,6 +28,7 @@ from unisono.config.toml_file import flat_items
 from unisono.json_forms import parse
 from unisono.monitor.timeline import as_number
 from unisono.monitor.valid_lines import valid_line
+from unisono.security.file_modes import open_like_folder, write_text
 from unisono.trackers.growing_file import GrowingFile, input_ended
 from unisono.trackers.registry import build_tracker, names_of
 from unisono.trackers.tracker import Media, TrackedRun, Tracker
@@ -219,7 +220,7 @@ class TrackingFile:
     def write(self) -> None:
         """Write the file."""
         part = self._path.with_suffix(".part")
-        part.write_text(json.dumps({"id": self.id, "finished": self.finished}) + "\n")
+        write_text(part, json.dumps({"id": self.id, "finished": self.finished}) + "\n")
         part.replace(self._path)
 
 
@@ -260,7 +261,7 @@ def main() -> None:
     os.nice(10)  # training has precedence
     warnings.showwarning = _show_warning
     try:
-        with (run_dir / "tracking.lock").open("w") as lock:
+        with open(run_dir / "tracking.lock", "w", opener=open_like_folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the follower of a process that died has finished
             _follow_run(run_dir, timeline, track, began)
     except OSError as error:
