@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,11 @@ from unisono.handshake.mutual_proof import (
     prove,
 )
 from unisono.handshake.secret_file import read_secret
+from unisono.launcher.hosts import node_link
+from unisono.launcher.hosts.host_list import ListedHost
+from unisono.launcher.hosts.network.link_probe import LinkProbe, probe
+from unisono.launcher.hosts.node_link import MeetingPoint, NodeConnector
+from unisono.launcher.hosts.remote_host import Link
 
 SECRET = RunSecret(b"sixteen letters.")
 WAIT = 30.0
@@ -255,6 +261,64 @@ def test_a_flood_of_one_address_is_closed_without_an_answer(monkeypatch: pytest.
         monkeypatch.setattr(member_listener, "NEW_PER_SECOND", 10)
         port.join(1).close()
         port.wait_for(members=1)
+
+
+def test_nodes_meet_among_silent_strangers() -> None:
+    """Node 0 waits for two nodes, twenty strangers are there first, and one node has no secret."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        at = MeetingPoint("127.0.0.1", free.getsockname()[1])
+    lines: list[str] = []
+    found: dict[int, Link] = {}
+    returned: list[int] = []
+    met, ended, back = threading.Event(), threading.Event(), threading.Event()
+
+    def come_back(number: int, link: Link) -> None:
+        returned.append(number)
+        link.close()
+        back.set()
+
+    def wait() -> None:
+        with NodeConnector(at, SECRET, lines.append).connect(
+            {1: ListedHost("node-1"), 2: ListedHost("node-2")}, come_back
+        ) as links:
+            found.update(links)
+            met.set()
+            assert ended.wait(WAIT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        with node_link._reach(1, at, SECRET, lines.append) as first, contextlib.ExitStack() as stack:
+            for number in range(20):
+                stranger = stack.enter_context(socket.create_connection(at))
+                stranger.sendall(b'{"node": 2}\n' * (number % 2 * 20))
+            with pytest.raises(SettingsError, match="have different secrets"):
+                node_link._reach(2, at, RunSecret(), lines.append)
+            with node_link._reach(2, at, SECRET, lines.append), node_link._reach(7, at, SECRET, lines.append):
+                assert met.wait(WAIT)
+            with node_link._reach(1, at, SECRET, lines.append):  # its command was typed again
+                assert back.wait(WAIT)
+            os.write(found[1].writer, b"order")
+            found[1].kill()
+            assert receive(first, 10_000).endswith(b"order")  # after signs of life
+    finally:
+        ended.set()
+        thread.join()
+        for link in found.values():
+            link.close()
+    assert (sorted(found), returned) == ([1, 2], [1])
+    assert [line.partition(":")[0] for line in lines] == [f"Refused a connection from 127.0.0.1 to port {at.port}"]
+
+
+def test_a_probe_without_the_token_measures_nothing() -> None:
+    lines: list[str] = []
+    listening = LinkProbe("127.0.0.1", lines.append)
+    try:
+        assert probe("127.0.0.1", listening.port, listening.token)["bytes_per_second"] > 0
+        assert probe("127.0.0.1", listening.port, "00" * 32) == {"error": "the other end has another secret", "code": 0}
+    finally:
+        listening.close()
+    assert len(lines) == 1
 
 
 def test_lines_name_an_address_once_and_end_after_some() -> None:
