@@ -109,9 +109,10 @@ def trade(
         else:
             for end, mark in zip(ends, (b"1", b"0"), strict=True):
                 end.sendall(mark)
-        swap(*ends, 1 << 20)
+        out, back = ends
+        swap(out, back, 1 << 20)
         before = time.process_time()
-        swap(*ends, size)
+        swap(out, back, size)
         results.put(time.process_time() - before)
 
 
