@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
 import random
+import socket
+import struct
 import time
 
 import pytest
@@ -91,6 +94,40 @@ def test_hosts_hear_each_other() -> None:
         a.close()
         b.close()
     assert signs_at("203.0.113.1") is None
+
+
+def test_only_new_packets_with_the_token_count() -> None:
+    """A host that is a plain socket here sends the packets that an attacker would send."""
+    host, stranger = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    signs = SignsOfLife("127.0.0.1")
+    try:
+        host.bind(("127.0.0.1", 0))
+        host.settimeout(10)
+        at = ("127.0.0.1", signs.port)
+
+        def packet(sender: int, receiver: int, count: int, token: bytes = b"secret") -> bytes:
+            head = struct.pack("!IIQ", sender, receiver, count)
+            return head + hmac.digest(token, head, "sha256")
+
+        def heard(now: float, *packets: bytes, by: socket.socket = host) -> dict[int, float]:
+            for each in packets:
+                by.sendto(each, at)
+            signs.exchange(now)
+            return signs.silences(now)
+
+        signs.watch(0, "secret", {1: host.getsockname()})
+        wrong = (b"", b"[]", packet(1, 0, 5, b"other"), packet(1, 2, 5), packet(7, 0, 5), packet(1, 0, 5) + b"x")
+        assert heard(1.0, *wrong) == {}
+        assert heard(2.0, host.recv(100)) == {}  # its own packet, sent back
+        assert heard(3.0, packet(1, 0, 5)) == {1: 0.0}
+        assert heard(4.0, packet(1, 0, 5)) == {1: 1.0}  # recorded
+        assert heard(5.0, *[bytes(48)] * 5000, by=stranger) == {1: 2.0}
+        for _ in range(5000):  # the buffer of the socket for strangers is full again
+            stranger.sendto(bytes(48), at)
+        assert heard(6.0, packet(1, 0, 6)) == {1: 0.0}
+    finally:
+        for each in (signs, host, stranger):
+            each.close()
 
 
 def exchange(*signs: SignsOfLife, start: float = 0.0) -> None:

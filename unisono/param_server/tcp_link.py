@@ -15,9 +15,8 @@ keepalive).
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
+import logging
 import select
 import socket
 import struct
@@ -33,6 +32,8 @@ from unisono import environment
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment.routes import is_loopback
 from unisono.errors import WorldError
+from unisono.handshake.member_listener import MemberListener
+from unisono.handshake.mutual_proof import RunSecret, prove
 from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
 from unisono.tensors.spec import TensorSpec
 
@@ -42,8 +43,11 @@ MEET_SECONDS = 60.0
 TRY_SECONDS = 3.0
 """Time limit for connecting to one of several addresses of a host, in seconds."""
 
+PURPOSE = "server"
+"""The kind of port, in proofs."""
+
+_log = logging.getLogger(__name__)
 _head = struct.Struct("!Q")
-_GREETING = struct.Struct("!64sI")  # the server's key, and the rank of the process that connects
 
 
 class TcpLink:
@@ -120,8 +124,8 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
 def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     """Connect servers and workers. All processes of the group call this.
 
-    Servers listen only on this host if all processes are on it. They accept a connection with the key, which they
-    send only to the group.
+    Servers listen only on this host if all processes are on it. They accept connections that prove the server's secret
+    (handshake/mutual_proof.py), which only the group has.
 
     Returns:
         {rank: link}. The first server has links to all processes, another server to the first one and every worker, a
@@ -130,12 +134,12 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     hosts = group.all_gather_object(socket.gethostname())
     here = len(set(hosts)) == 1
     if group.rank < servers:
-        with _listen(group.size, here=here) as door:
-            key = secrets.token_hex(32)
+        secret = RunSecret.random()
+        with MemberListener(_listen(group.size, here=here), secret, PURPOSE, _log.warning) as door:
             addresses = ["127.0.0.1"] if here else _addresses()
-            doors = group.all_gather_object({"addresses": addresses, "port": door.getsockname()[1], "key": key})
+            doors = group.all_gather_object({"addresses": addresses, "port": door.address[1], "secret": secret.hex()})
             first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank)}
-            return first | _let_in(door, key, set(range(1 if group.rank == 0 else servers, group.size)))
+            return first | _let_in(door, set(range(1 if group.rank == 0 else servers, group.size)))
     doors = group.all_gather_object(None)[:servers]
     return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
 
@@ -157,39 +161,40 @@ def _addresses() -> list[str]:
     return sorted(lasting, key=lambda address: (is_loopback(address), ":" in address))
 
 
-def _let_in(door: socket.socket, key: str, expected: set[int]) -> dict[int, TcpLink]:
+def _let_in(door: MemberListener, expected: set[int]) -> dict[int, TcpLink]:
     links: dict[int, TcpLink] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while expected:
-        door.settimeout(max(deadline - time.monotonic(), 0.01))
-        try:
-            connection, _ = door.accept()
-        except TimeoutError as error:
+        member = door.accept(max(deadline - time.monotonic(), 0.01))
+        if member is None:
             raise WorldError(
                 f"{len(expected)} processes did not connect to a server.",
                 f"Rank {min(expected)} has not connected within {MEET_SECONDS:g} seconds.",
                 "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
-            ) from error
-        connection.settimeout(TRY_SECONDS)
-        with contextlib.suppress(OSError):
-            said, rank = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            if hmac.compare_digest(said, key.encode()) and rank in expected:
-                expected.remove(rank)
-                links[rank] = TcpLink(connection)
-                continue
-        connection.close()
+            )
+        if member.number in expected:
+            expected.remove(member.number)
+            links[member.number] = TcpLink(member.connection)
+        else:
+            member.connection.close()
     return dict(sorted(links.items()))
 
 
 def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
     deadline, error = time.monotonic() + MEET_SECONDS, OSError("no address")
+    secret = RunSecret.from_hex(about["secret"])
     while time.monotonic() < deadline:
         for address in about["addresses"]:
             try:
                 connection = socket.create_connection((address, about["port"]), timeout=TRY_SECONDS)
-                connection.sendall(_GREETING.pack(about["key"].encode(), rank))
+            except OSError as caught:
+                error = caught
+                continue
+            try:
+                prove(connection, secret, PURPOSE, rank)
                 return TcpLink(connection)
             except OSError as caught:
+                connection.close()
                 error = caught
         time.sleep(0.1)
     raise WorldError(
@@ -197,13 +202,3 @@ def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
         f"It is not reachable at {' or '.join(about['addresses'])}, port {about['port']}: {error}",
         "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
     ) from error
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionError("Connection closed by peer")
-        data += more
-    return data

@@ -1,4 +1,4 @@
-"""The flags that name several hosts: --hosts for ssh; --nodes, --node and --meet where each host runs the command."""
+"""The flags that name several hosts: --hosts for ssh; --nodes, --node, --meet and --secret-file without it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from unisono.cli.request.run_options import WHERE
 from unisono.cli.request.suggestions import WHOLE
 from unisono.environment import read_nodes
 from unisono.errors import SettingsError
+from unisono.handshake.mutual_proof import RunSecret
+from unisono.handshake.secret_file import read_secret
 from unisono.launcher.hosts.cluster import SshConnector
 from unisono.launcher.hosts.host_list import ListedHost, assign_slots, parse_hosts
 from unisono.launcher.hosts.node_link import MeetingPoint, NodeConnector, serve_node
@@ -32,12 +34,15 @@ class HostFlags:
         Number of this host, from 0. Node 0 starts the processes of all.
     meet
         The host of node 0, and a port there.
+    secret_file
+        A file with a secret that is the same on all nodes. Node 0 then accepts no other program at its port.
     """
 
     hosts: Annotated[str, Parameter(metavar="A:N,B:N", show_default=False, group=WHERE)] = ""
     nodes: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 1
     node: Annotated[int, WHOLE, Parameter(metavar="I", show_default=False, group=WHERE)] = 0
     meet: Annotated[str, Parameter(metavar="HOST:PORT", show_default=False, group=WHERE)] = ""
+    secret_file: Annotated[str, Parameter(metavar="FILE", show_default=False, group=WHERE)] = ""
 
     @property
     def words(self) -> list[str]:
@@ -45,7 +50,7 @@ class HostFlags:
         found = ["--hosts", self.hosts] if self.hosts else []
         if self.nodes != 1 or self.meet:
             found += ["--nodes", str(self.nodes), "--node", str(self.node), "--meet", self.meet]
-        return found
+        return found + (["--secret-file", self.secret_file] if self.secret_file else [])
 
     @property
     def is_agent(self) -> bool:
@@ -58,7 +63,7 @@ class HostFlags:
         Without --ranks each node is one process, which needs no launcher: then the flags stay.
         """
         nodes = read_nodes()
-        if nodes is None or self.words or ranks == "1":
+        if nodes is None or replace(self, secret_file="").words or ranks == "1":
             return self
         address = f"[{nodes.address}]" if ":" in nodes.address else nodes.address
         return replace(self, nodes=nodes.count, node=nodes.index, meet=f"{address}:{nodes.port}")
@@ -75,6 +80,9 @@ class HostFlags:
         if self.nodes > 1 and not self.meet:
             fact = "The nodes need an address at which they find each other."
             raise SettingsError("--nodes needs --meet.", fact, "--meet HOST:29500, the host of node 0 and a port there")
+        if self.secret_file and self.nodes <= 1:
+            fact = "The other ways to start a run pass a secret of their own, or have no port."
+            raise SettingsError("--secret-file needs --nodes.", fact, "--nodes N --node I --meet HOST:29500")
         if self.nodes < 1 or not 0 <= self.node < self.nodes:
             fact = f"Nodes have the numbers from 0 to {max(0, self.nodes - 1)}."
             raise SettingsError(
@@ -92,9 +100,17 @@ class HostFlags:
             return Hosts(assign_slots(parse_hosts(self.hosts), ranks), SshConnector())
         if self.nodes > 1:
             listed = [ListedHost(f"node-{number}", is_here=number == self.node) for number in range(self.nodes)]
-            return Hosts(assign_slots(listed, ranks), NodeConnector(MeetingPoint.parse(self.meet), say_line))
+            connector = NodeConnector(MeetingPoint.parse(self.meet), self._secret(), say_line)
+            return Hosts(assign_slots(listed, ranks), connector)
         return None
 
     def serve(self) -> int:
         """Serve node 0. Return the exit status of the run."""
-        return serve_node(self.node, MeetingPoint.parse(self.meet), say_line)
+        return serve_node(self.node, MeetingPoint.parse(self.meet), self._secret(), say_line)
+
+    def _secret(self) -> RunSecret:
+        """Return the secret of the nodes. Say so if there is none."""
+        if self.secret_file:
+            return read_secret(self.secret_file)
+        say_line(f"Without --secret-file, every program that reaches {self.meet} can be a node of this run.")
+        return RunSecret()

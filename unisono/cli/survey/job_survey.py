@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli.benchmark.pair_rounds import tournament
+from unisono.cli.request.restarts import say_line
 from unisono.cli.survey.host_survey import HostClock, Survey, SurveyedHost, SurveyedLink, marked
 from unisono.distributed.init import join_process_group
 from unisono.distributed.process_group import ProcessGroup, wrap_peer_errors
@@ -71,7 +72,7 @@ def _links(group: ProcessGroup, leaders: Sequence[int], addresses: Sequence[str]
     mine: dict[str, Any] = {"error": "its address is not known"}
     listening = None
     if group.rank in leaders and addresses[group.rank]:
-        listening = LinkProbe(addresses[group.rank])
+        listening = LinkProbe(addresses[group.rank], say_line)
         mine = {"port": listening.port, "token": listening.token}
     there = group.all_gather_object(mine)
     found: list[tuple[Any, ...]] = []

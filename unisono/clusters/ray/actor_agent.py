@@ -14,16 +14,21 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from unisono.clusters.ray.rank_actor import AgentOrder
+from unisono.clusters.ray.rank_actor import PURPOSE, AgentOrder
+from unisono.handshake.mutual_proof import RunSecret
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
 from unisono.launcher.hosts.message_stream import MessageStream
+from unisono.launcher.hosts.node_link import connect_member
 
 CONNECT_SECONDS = 20.0
 """Time limit for the connection to the launcher."""
+
+RETRY_SECONDS = 0.5
 
 CANNOT_REACH = 3
 """Exit status of an agent that could not connect."""
@@ -55,18 +60,28 @@ def main() -> int:
     """Serve the launcher. Return the exit status."""
     order = AgentOrder(*json.loads(sys.stdin.readline()))
     try:
-        connection = socket.create_connection((order.address, order.port), timeout=CONNECT_SECONDS)
+        connection = _reach(order)
     except OSError as error:
         print(f"Cannot reach {order.address}, port {order.port}: {error.strerror or error}.", file=sys.stderr)
         return CANNOT_REACH
-    connection.settimeout(None)
     threading.Thread(target=_end_with_actor, args=(connection,), name="actor", daemon=True).start()
     peer, own = connection.getpeername()[0], connection.getsockname()[0]
     stream = ActorStream(connection, order.node)
     with connection, socket_folder() as folder:
-        stream.send(node=order.number, token=order.token)
         HostAgent(stream, Path(folder), reached_at=(peer, own)).serve()
     return 0
+
+
+def _reach(order: AgentOrder) -> socket.socket:
+    """Connect to the launcher, and prove the secret to each other. Raises OSError after CONNECT_SECONDS."""
+    until, secret = time.monotonic() + CONNECT_SECONDS, RunSecret.from_hex(order.secret)
+    while True:
+        try:
+            return connect_member((order.address, order.port), secret, PURPOSE, order.number)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(RETRY_SECONDS)
 
 
 def _end_with_actor(connection: socket.socket) -> None:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 AGENT = "unisono.clusters.ray.actor_agent"
 
+PURPOSE = "ray"
+"""The kind of the launcher's port, in proofs (handshake/mutual_proof.py)."""
+
 
 class AgentOrder(NamedTuple):
     """What an agent needs.
@@ -22,7 +25,7 @@ class AgentOrder(NamedTuple):
         number: the number of the actor.
         address: where the launcher waits.
         port: the port there.
-        token: a secret of the run, which the agent sends first.
+        secret: the secret of the run, in hexadecimal digits.
         folder: the working folder of the launcher.
         node: the node of Ray on which the actor is.
     """
@@ -30,7 +33,7 @@ class AgentOrder(NamedTuple):
     number: int
     address: str
     port: int
-    token: str
+    secret: str
     folder: str
     node: str = ""
 

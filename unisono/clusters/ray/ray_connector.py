@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import threading
 import time
@@ -13,10 +12,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from unisono.clusters.ray.actor_agent import CANNOT_REACH
-from unisono.clusters.ray.rank_actor import AgentOrder, RankActor
+from unisono.clusters.ray.rank_actor import PURPOSE, AgentOrder, RankActor
 from unisono.errors import SettingsError
+from unisono.handshake.member_listener import MemberListener
+from unisono.handshake.mutual_proof import RunSecret
 from unisono.launcher.hosts.host_list import ListedHost
-from unisono.launcher.hosts.node_link import SocketLink, hello_of
+from unisono.launcher.hosts.node_link import SocketLink
 from unisono.launcher.hosts.remote_host import Link
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ class RayConnector:
 
     def __init__(self, room: RayRoom, say: Callable[[str], None]) -> None:
         self._room, self._say = room, say
-        self._token = secrets.token_hex(16)
+        self._secret = RunSecret.random()
         self._actors: dict[int, StartedActor] = {}
         self._retries: dict[int, float] = {}  # when to start an actor, whose predecessor has not connected
         self._warned: set[int] = set()
         self._lock = threading.RLock()
-        self._listener: socket.socket | None = None
+        self._listener: MemberListener | None = None
         self._ended = threading.Event()
 
     @contextmanager
@@ -102,8 +103,7 @@ class RayConnector:
     def _start(self, number: int, *, is_fresh: bool) -> None:
         """Start an actor; it waits until Ray has room for it. Its predecessor is ended."""
         assert self._listener is not None
-        address, port = self._listener.getsockname()[:2]
-        order = AgentOrder(number, address, port, self._token, os.getcwd())
+        order = AgentOrder(number, *self._listener.address, self._secret.hex(), os.getcwd())
         with self._lock:
             self._kill(self._actors.pop(number, None))
             self._retries.pop(number, None)
@@ -136,21 +136,20 @@ class RayConnector:
         except Exception as error:  # whatever the actor could not do
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
-        address, port = self._listener.getsockname()[:2] if self._listener is not None else ("", 0)
+        address, port = self._listener.address if self._listener is not None else ("", 0)
         cannot = f"it cannot reach the launcher at {address}, port {port}"
         return cannot if status == CANNOT_REACH else f"its agent has ended with status {status}"
 
     # -- connections
 
-    def _listen(self) -> socket.socket:
+    def _listen(self) -> MemberListener:
         """Open the port for the agents, at the address that Ray uses for this node."""
         address = self._room.own_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((address, 0))
         listener.listen(1024)
-        listener.settimeout(POLL_SECONDS)
-        return listener
+        return MemberListener(listener, self._secret, PURPOSE, self._say)
 
     def _first_links(self, count: int) -> dict[int, Link]:
         links: dict[int, Link] = {}
@@ -175,20 +174,16 @@ class RayConnector:
     def _accept(self) -> tuple[int, SocketLink] | None:
         """Return the number and the connection of the next agent; None if there is none."""
         assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except TimeoutError:
+        found = self._listener.accept(POLL_SECONDS)
+        if found is None:
             return None
-        connection.settimeout(None)
-        hello = hello_of(connection)
-        number = int(hello.get("node", -1))
         with self._lock:
-            actor = self._actors.get(number)
-            if actor is None or actor.link or not secrets.compare_digest(str(hello.get("token", "")), self._token):
-                connection.close()
+            actor = self._actors.get(found.number)
+            if actor is None or actor.link:
+                found.connection.close()
                 return None
-            actor.link = SocketLink(connection)
-            return number, actor.link
+            actor.link = SocketLink(found.connection)
+            return found.number, actor.link
 
     # -- the thread
 

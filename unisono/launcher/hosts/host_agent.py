@@ -124,7 +124,7 @@ class HostAgent:
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
         self._count = 0
         self._over = False
-        self._probes = ProbeService()
+        self._probes = ProbeService(_say)
         self._heard = self._said = time.monotonic()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(folder / "store"))
@@ -292,6 +292,12 @@ class HostAgent:
         connection = self._connections.pop(number)
         self._selector.unregister(connection)
         connection.close()
+
+
+def _say(text: str) -> None:
+    """Print a line on standard error, which may be closed."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

@@ -5,6 +5,9 @@
 
 Each side restarts with the run: after a restart the agents connect again. The port stays open during the run: an agent
 that was lost may start again, and its node then has place for processes that replace others.
+
+Both sides prove that they have the secret of the run (handshake/mutual_proof.py), which each reads from a file. So
+node 0 accepts no stranger, and an agent takes no orders from one.
 """
 
 from __future__ import annotations
@@ -12,20 +15,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from unisono.errors import SettingsError, UnreachableHostError
+from unisono.handshake.member_listener import MemberListener
+from unisono.handshake.mutual_proof import OtherSecretError, RunSecret, prove
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
 from unisono.launcher.hosts.host_list import ListedHost
-from unisono.launcher.hosts.message_stream import Message, MessageStream
+from unisono.launcher.hosts.message_stream import MessageStream
 from unisono.launcher.hosts.remote_host import Link
 
 MEET_SECONDS = 300.0
@@ -36,8 +40,11 @@ WARN_SECONDS = 20.0
 
 RETRY_SECONDS = 0.5
 
-HELLO_SECONDS = 10.0
-"""Time limit for the first message of a connection."""
+TRY_SECONDS = 10.0
+"""Time limit for one attempt to connect."""
+
+PURPOSE = "node"
+"""The kind of port, in proofs."""
 
 
 class MeetingPoint(NamedTuple):
@@ -87,13 +94,14 @@ class NodeConnector:
 
     Args:
         at: the meeting point.
+        secret: the secret of the run.
         say: prints a line for the user.
     """
 
     can_leave_out = False
 
-    def __init__(self, at: MeetingPoint, say: Callable[[str], None]) -> None:
-        self._at, self._say = at, say
+    def __init__(self, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> None:
+        self._at, self._secret, self._say = at, secret, say
 
     @contextmanager
     def connect(
@@ -107,8 +115,7 @@ class NodeConnector:
         """
         links: dict[int, SocketLink] = {}
         began = time.monotonic()
-        with self._listen() as listener:
-            listener.settimeout(1.0)
+        with MemberListener(self._listen(), self._secret, PURPOSE, self._say) as listener:
             warned = False
             while missing := sorted(hosts.keys() - links.keys()):
                 waited = time.monotonic() - began
@@ -122,8 +129,8 @@ class NodeConnector:
                     self._say(f"waiting for {names} at {self._at}: has the command been started there?")
                 for link in links.values():
                     link.say_alive()
-                if (found := _next_node(listener)) is not None:
-                    number, link = found
+                if (found := listener.accept(1.0)) is not None:
+                    number, link = found.number, SocketLink(found.connection)
                     stale = links.pop(number, None) if number in hosts else link  # it has started again
                     if number in hosts:
                         links[number] = link
@@ -155,55 +162,32 @@ class NodeConnector:
         return listener
 
 
-def _next_node(listener: socket.socket) -> tuple[int, SocketLink] | None:
-    """Return the number and the connection of the next node; None if none comes within the listener's time limit."""
-    try:
-        connection, _ = listener.accept()
-    except TimeoutError:
-        return None
-    connection.settimeout(None)
-    return int(hello_of(connection).get("node", -1)), SocketLink(connection)
-
-
 def _wait_for_returns(
-    listener: socket.socket,
+    listener: MemberListener,
     hosts: Collection[int],
     on_return: Callable[[int, Link], None],
     ended: threading.Event,
 ) -> None:
     """Pass nodes that connect again to `on_return`, until the run has ended."""
     while not ended.is_set():
-        found = _next_node(listener)
-        if found is not None and found[0] in hosts and not ended.is_set():
-            on_return(*found)
+        found = listener.accept(1.0)
+        if found is not None and found.number in hosts and not ended.is_set():
+            on_return(found.number, SocketLink(found.connection))
         elif found is not None:
-            found[1].close()
+            found.connection.close()
 
 
-def hello_of(connection: socket.socket) -> Mapping[str, Any]:
-    """Return the first message of an agent that has connected; {} if it is none."""
-    stream = MessageStream(connection.fileno(), connection.fileno())
-    messages: list[Message] | None = []
-    until = time.monotonic() + HELLO_SECONDS
-    try:
-        while messages == [] and select.select([connection], [], [], max(0.0, until - time.monotonic()))[0]:
-            messages = stream.receive()
-    except ValueError:
-        messages = None
-    return messages[0].values if messages else {}
-
-
-def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int:
+def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> int:
     """Serve the launcher at the meeting point as node `number`. Return the exit status of the run.
 
     Raises:
+        SettingsError: it has another secret.
         UnreachableHostError: it cannot be reached in time.
     """
     while True:
-        connection = _reach(number, at, say)
+        connection = _reach(number, at, secret, say)
         peer, own = connection.getpeername()[0], connection.getsockname()[0]
         stream = MessageStream(connection.fileno(), connection.fileno())
-        stream.send(node=number)
         with connection, socket_folder() as folder:
             agent = HostAgent(stream, Path(folder), reached_at=(peer, own))
             status = agent.serve()
@@ -216,17 +200,18 @@ def serve_node(number: int, at: MeetingPoint, say: Callable[[str], None]) -> int
             return status
 
 
-def _reach(number: int, at: MeetingPoint, say: Callable[[str], None]) -> socket.socket:
-    """Connect to the meeting point, for MEET_SECONDS."""
+def _reach(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> socket.socket:
+    """Connect to the meeting point, and prove the secret to each other, for MEET_SECONDS."""
     began, warned, reason = time.monotonic(), False, ""
     while time.monotonic() - began < MEET_SECONDS:
         try:
-            connection = socket.create_connection(at, timeout=HELLO_SECONDS)
+            return connect_member(at, secret, PURPOSE, number)
+        except OtherSecretError:
+            fact = f"Node {number} has {'the one of its --secret-file' if secret else 'none'}."
+            do = "--secret-file FILE on all nodes, with the same content, or on none"
+            raise SettingsError(f"Node {number} and node 0 at {at} have different secrets.", fact, do) from None
         except OSError as error:
             reason = _reason_of(error)
-        else:
-            connection.settimeout(None)
-            return connection
         if time.monotonic() - began > WARN_SECONDS and not warned:
             warned = True
             say(f"node {number} tries to reach {at}: {reason}")
@@ -238,9 +223,25 @@ def _reach(number: int, at: MeetingPoint, say: Callable[[str], None]) -> socket.
     )
 
 
+def connect_member(at: tuple[str, int], secret: RunSecret, purpose: str, number: int) -> socket.socket:
+    """Connect to a MemberListener. Return the connection, which blocks.
+
+    Raises:
+        OSError: it cannot be reached within TRY_SECONDS, or does not prove that it has the secret.
+    """
+    connection = socket.create_connection(at, timeout=TRY_SECONDS)
+    try:
+        prove(connection, secret, purpose, number)
+    except OSError:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
+
+
 def _reason_of(error: OSError) -> str:
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer"
     if isinstance(error, socket.gaierror):
         return f"the name does not resolve ({error.strerror})"
-    return (error.strerror or os.strerror(error.errno or 0)).lower()
+    return (error.strerror or (os.strerror(error.errno) if error.errno else str(error))).lower()

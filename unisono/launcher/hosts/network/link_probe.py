@@ -2,14 +2,14 @@
 
     host a                                  host b
     probe(address, port, token)             LinkProbe listens at a free port of an address
-      token            ───────────────▶     compares it
+      proof of token   ◀──────────────▶     proof of token (handshake/mutual_proof.py)
       "P"              ───────────────▶
                        ◀───────────────     1 byte: half the round trip is the latency
       "B", n, n bytes  ───────────────▶
                        ◀───────────────     1 byte, when all have arrived: the bandwidth
 
-The port accepts only connections that send the token first, discards what arrives, and closes with the connection to
-the launcher.
+The port accepts only connections that prove the token, which the launcher passes on. It discards what arrives, and
+closes with the connection to the launcher.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import socket
 import statistics
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
+
+from unisono.handshake.member_listener import MemberListener
+from unisono.handshake.mutual_proof import RunSecret, prove
 
 CONNECT_SECONDS = 5.0
 """Time limit for a connection between two hosts. Linux repeats a lost first packet after 1 s and 3 s."""
@@ -41,7 +44,11 @@ SMALLEST, LARGEST = 1 << 16, 1 << 26
 """Bytes of the first and of the largest message."""
 
 CHUNK = 1 << 20
-TOKEN_BYTES = 16
+
+PURPOSE = "link probe"
+"""The kind of port, in proofs."""
+
+POLL_SECONDS = 0.2
 
 
 class LinkProbe:
@@ -49,33 +56,35 @@ class LinkProbe:
 
     Args:
         address: an address of this host.
+        say: prints a line about connections that are refused.
 
     Attributes:
         port: the port.
-        token: what a probe must send first.
+        token: the secret that a probe must prove, in hexadecimal digits.
 
     Raises:
         OSError: this host does not have the address.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, say: Callable[[str], None]) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
-        self.port = int(self._listener.getsockname()[1])
-        self.token = secrets.token_hex(TOKEN_BYTES)
-        threading.Thread(target=self._serve, name="link probe", daemon=True).start()
+        server, secret = socket.create_server((address, 0), family=family, backlog=1024), RunSecret.random()
+        self._listener = MemberListener(server, secret, PURPOSE, say)
+        self.port, self.token = self._listener.address[1], secret.hex()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="link probe", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Accept no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._ended.set()
+        self._thread.join()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        with self._listener:
+            while not self._ended.is_set():
+                if (found := self._listener.accept(POLL_SECONDS)) is not None:
+                    threading.Thread(target=self._answer, args=(found.connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         """Answer one probe, to the end of its connection."""
@@ -83,8 +92,6 @@ class LinkProbe:
         with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(READ_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not secrets.compare_digest(_read(connection, 2 * TOKEN_BYTES), self.token.encode()):
-                return
             while (kind := _read(connection, 1)) in (b"P", b"B"):
                 left = struct.unpack("!Q", _read(connection, 8))[0] if kind == b"B" else 0
                 while left:
@@ -106,7 +113,7 @@ def probe(address: str, port: int, token: str) -> dict[str, Any]:
         with socket.create_connection((address, port), CONNECT_SECONDS) as connection:
             connection.settimeout(READ_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(token.encode())
+            prove(connection, RunSecret.from_hex(token), PURPOSE, seconds=READ_SECONDS)
             trips = [_round_trip(connection, b"P") for _ in range(TRIPS)]
             return {"latency_seconds": statistics.median(trips[1:]) / 2, "bytes_per_second": _bandwidth(connection)}
     except OSError as error:
@@ -117,7 +124,7 @@ def reason_of_failure(error: OSError) -> str:
     """Return why a connection failed, as part of a sentence."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return f"no answer within {CONNECT_SECONDS:g} s"
-    return (error.strerror or os.strerror(error.errno or 0) or str(error)).lower()
+    return (error.strerror or (os.strerror(error.errno) if error.errno else str(error))).lower()
 
 
 def _bandwidth(connection: socket.socket) -> float:
@@ -152,16 +159,21 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 class ProbeService:
-    """Answers the questions of the launcher about this host's clock and links."""
+    """Answers the questions of the launcher about this host's clock and links.
 
-    def __init__(self) -> None:
+    Args:
+        say: prints a line about connections that are refused.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._probes: list[LinkProbe] = []
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Return the answer to a question, with `error` if there is none."""
         if "listen" in question:
             try:
-                found = LinkProbe(question["listen"])
+                found = LinkProbe(question["listen"], self._say)
             except OSError as error:
                 return {"error": reason_of_failure(error)}
             self._probes.append(found)
