@@ -392,7 +392,8 @@ def test_json_ends_with_the_result(command: Command) -> None:
     command.script(RESULT)
     ended = command.run("run", "script.py", "--run-dir", "out", "--json")
     assert ended.status == 0
-    assert ended.out.split("\n")[1:] == ['{"loss": 1.5}', ""]
+    assert last_json(ended.out).keys() == {"loss", "audit"}
+    assert ended.out.split("\n")[1].startswith('{"loss": 1.5, "audit": {"lines": ')
 
 
 def test_json_ends_with_the_error(command: Command) -> None:

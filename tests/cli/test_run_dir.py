@@ -63,17 +63,18 @@ def test_a_read_only_file_system_is_refused(
 
 
 FULL = """
-    import errno, pathlib
+    import errno
+    from unisono.cli.request import run_dir
 
-    write_text = pathlib.Path.write_text
+    write_text = run_dir.write_text
 
-    def full(path, *arguments, **more):
+    def full(path, text):
         if "settings.toml" not in path.name:
-            return write_text(path, *arguments, **more)
+            return write_text(path, text)
         path.touch()  # a full disk still takes a name
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    pathlib.Path.write_text = full
+    run_dir.write_text = full
     unisono.main(lambda run: print("training"))
     """
 

@@ -326,8 +326,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, kubernetes, ray, copy, bench, check, prove, audit, replay, report, watch, "
-            "top, doctor, logs, fingerprint, profile, export.",
+            "The commands are run, slurm, kubernetes, ray, copy, bench, check, prove, audit, replay, verify, report, "
+            "watch, top, doctor, logs, audit-log, fingerprint, profile, export.",
             "unisono --help",
         ),
     ],

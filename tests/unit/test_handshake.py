@@ -132,7 +132,9 @@ def test_members_get_a_connection_that_blocks_and_their_number() -> None:
         assert port.lines == []
 
 
-@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n" * 9, bytes(ANSWER_BYTES)])
+@pytest.mark.parametrize(
+    "sent", [b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n" * 9, bytes(ANSWER_BYTES)], ids=["HTTP", "zeros"]
+)
 def test_garbage_is_refused_with_one_line_that_names_the_address(sent: bytes) -> None:
     with open_port() as port, port.connect() as stranger:
         stranger.sendall(sent)

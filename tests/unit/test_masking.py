@@ -44,6 +44,7 @@ NO_SECRETS = {
     "keyboard": "a-long-keyboard",
     "password": "none",
     "secret": "",
+    "PWD": "/home/ada/project",
 }
 
 

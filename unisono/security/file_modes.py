@@ -15,6 +15,7 @@ modes of files matter once they are moved or copied.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o777 if mode is None else mode)
         return
     if not path.is_dir():
-        path.mkdir()  # raises FileExistsError
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 def make_closed(path: Path) -> None:

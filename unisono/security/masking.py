@@ -88,7 +88,7 @@ def remember(values: Mapping[str, Any]) -> None:
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether a text is a secret, by its name."""
-    if value.strip().lower() in PLAIN:
+    if value.strip().lower() in PLAIN or name == "PWD":  # the working folder, under POSIX
         return False
     words = [word.lower() for word in WORD.findall(name.rpartition(".")[2])]
     if not words or words[-1] in ABOUT:
