@@ -122,6 +122,7 @@ def test_a_server_needs_no_accelerator(command: Command, device_type: str) -> No
     assert f"1 process on cpu, 1 on {device_type}" in ended.out
 
 
+@pytest.mark.slow
 def test_more_processes_than_accelerators_are_answered_with_cpu_ranks(command: Command, device_type: str) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out")

@@ -110,6 +110,7 @@ def test_a_dead_process_shows_its_last_lines(command: Command) -> None:
     assert logs(command, "--errors", "--rank", "0") == []
 
 
+@pytest.mark.slow
 def test_following_ends_with_the_run_and_at_ctrl_c(command: Command) -> None:
     command.script(TALKING)
     running = command.start("run", "script.py", "--run-dir", "out", "--set", "pause=0.3", "--set", "steps=1000")

@@ -62,6 +62,7 @@ def test_another_process_samples_after_the_death_of_the_one_that_does(command: C
     assert lines[starts[1]]["t"] - lines[starts[1] - 1]["t"] < 3
 
 
+@pytest.mark.slow
 def test_sampling_can_be_turned_off(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--run-dir", "out", "--set", "machine.every=0", "--set", "steps=4")

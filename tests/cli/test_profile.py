@@ -182,6 +182,7 @@ def test_a_run_without_a_profile_says_what_to_type(command: Command) -> None:
     assert command.run("profile", "nowhere").last.strip() == "Next: unisono profile runs/out"
 
 
+@pytest.mark.slow
 def test_steps_beyond_the_end_are_noted(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--run-dir", "out", "--set", "steps=5", "--set", "profile.steps=50:80")

@@ -135,6 +135,7 @@ def test_the_keyboard_moves_and_zooms(tab: Tab) -> None:
     chart.locator("tbody tr").nth(20).wait_for()
 
 
+@pytest.mark.slow
 def test_themes_and_a_phone(browser: Any, report: Path) -> None:
     paper = {}
     for scheme in ("light", "dark"):

@@ -66,6 +66,7 @@ SHORT = ("wordy.py", "--ranks", "2", "--set", "steps=3", "--set", "batch=8", "--
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [44, pytest.param(160, marks=pytest.mark.slow)])
 def test_the_progress_line_fits_the_width_of_the_terminal(tmp_path: Path, columns: int) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)
@@ -79,6 +80,7 @@ def test_the_progress_line_fits_the_width_of_the_terminal(tmp_path: Path, column
     assert len(re.findall(r"^step \d+/3", log, re.MULTILINE)) == 1  # the last step, once
 
 
+@pytest.mark.slow
 def test_nothing_wraps_on_a_narrow_terminal(tmp_path: Path) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)
     raw = terminal_output(tmp_path, *UNISONO, *SHORT, columns=60)

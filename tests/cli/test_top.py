@@ -125,6 +125,7 @@ def shown(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "Ctrl-C"])
 def test_a_key_ends_it_and_restores_the_terminal(running: tuple[Path, Any], key: bytes) -> None:
     terminal = Terminal(running[0], 60)

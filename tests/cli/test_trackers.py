@@ -161,6 +161,7 @@ def wandb_steps(path: Path) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 def test_media_change_no_bits_and_are_written_once(command: Command) -> None:
     command.script(MEDIA)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=6")

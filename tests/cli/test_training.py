@@ -126,6 +126,7 @@ def test_a_signal_saves_ends_cleanly_and_shows_the_command_to_resume(
     assert after["promise"] == "exact"  # the script declares that a pause does not affect the result
 
 
+@pytest.mark.slow
 def test_a_resume_with_changed_settings_names_each_of_them(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", "--set=steps=8")

@@ -81,6 +81,7 @@ def test_numbers_that_json_does_not_have(run_dir: Path) -> None:
     assert json_of({"a": Path("b")}) == '{"a":"b"}'
 
 
+@pytest.mark.slow
 def test_a_page_stays_small(tmp_path: Path) -> None:
     """Many ranks, many hosts, long logs and many logged names: the curves get fewer points."""
     run_dir = write_run(tmp_path / "wide", ranks=128, steps=800, distinct=2)
