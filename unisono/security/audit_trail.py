@@ -5,7 +5,7 @@
 
 A line that is removed, changed, moved or added does not fit the hash in the next line, or its own hash does not fit the
 line before (Schneier and Kelsey 1999, "Secure audit logs to support computer forensics", without keys). Without a key,
-a writer of the file can compute all hashes anew. And a file whose last lines are cut off still fits: `result.json`
+a writer of the file can compute all hashes again. And a file whose last lines are cut off still fits: `result.json`
 therefore states the number of lines, and the hash of the last one. Keep a copy of that hash where the writer of the
 file cannot change it, to detect both.
 
