@@ -48,7 +48,7 @@ def join(rank: int, size: int, path: str, results: Any) -> None:
     from unisono.distributed.rendezvous.store import RendezvousStore
 
     torch.set_num_threads(1)
-    store = RendezvousStore(path, timedelta(minutes=10))
+    store = RendezvousStore.at(path, timedelta(minutes=10))
     began = time.perf_counter()
     connect(store, rank, size, "gloo")
     seconds = time.perf_counter() - began

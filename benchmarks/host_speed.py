@@ -9,12 +9,15 @@ exchange=tree, and DistributedDataParallel as in exchange.py. The scenes:
 
     1 x 2           one process on each host
     2 x 2           two processes on each host, which share its core
-    one slow host   one process on each host; on the core of the second host, two other programs compute all the time,
-                    so the process there has a third of the core
+    one slow host   one process on each host; the second host may use a third of its core (a quota of a control group)
+    one busy host   one process on each host; on the core of the second host, two other programs compute all the time,
+                    so the process there has a third of the core on average, and more after it has waited
     one slow link   four hosts that share two cores, one process on each; the link of the last one has a tenth of the
                     rate. A third loop is ours as if all links were alike ("even")
     wide            two processes on each host: exchange=wide, which adds up the processes of a host first, and the
                     same with the all-reduce of gloo over all processes ("wide, library")
+
+    encrypted       one process on each host; ours with secure.transport=tls over ours
 
 The figure is the time of DistributedDataParallel's step over ours, so our samples per second over its samples per
 second. The model is the GPT of exchange.py: 10.7 M parameters, 43 MB of gradient, 16 lines of 128 bytes a step.
@@ -26,20 +29,28 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.exchange import build
 from benchmarks.machine import parser, show
 from benchmarks.tasks import TASKS
 from benchmarks.turns import Comparison, LoopContext, LoopStep, Turns, measure, ours, run_loops, table
 from tests.network.hosts import ROOT, Host, hosts, missing
+from unisono.distributed.backends.backend_choice import TLS
+from unisono.distributed.encrypted.tls_group import register
 from unisono.environment import World, inherited
+from unisono.handshake.certificates import run_credentials
+from unisono.handshake.mutual_proof import RunSecret
 
 CORES = 2
 PORT = 29500
@@ -57,6 +68,7 @@ class Scene:
         processes: Processes of the run on each host.
         hosts: How many there are.
         others: Programs that compute all the time on the core of the last host.
+        cores: The number of cores that the last host may use.
         slow_link: The rate of the last host's link, over that of the others.
         baselines: The loops, as in Comparison. The baseline is ours: a ratio of times is then the ratio of samples per
             second the other way round.
@@ -67,6 +79,7 @@ class Scene:
     processes: int
     hosts: int = 2
     others: int = 0
+    cores: float = 1.0
     slow_link: float = 1.0
     baselines: Mapping[str, str] = field(default_factory=lambda: {"DDP": "tree"})
     virtual_ranks: int = 8
@@ -80,8 +93,10 @@ class Scene:
 SCENES = {
     "1 x 2": Scene(1),
     "2 x 2": Scene(2),
-    "one slow host": Scene(1, others=2, warm_up=20),  # by then virtual ranks have moved
+    "one slow host": Scene(1, cores=1 / 3, warm_up=20),  # by then virtual ranks have moved
+    "one busy host": Scene(1, others=2, warm_up=20),
     "one slow link": Scene(1, hosts=4, slow_link=0.1, baselines={"DDP": "tree", "even": "tree"}),
+    "encrypted": Scene(1, baselines={"encrypted": "tree"}),
     "wide": Scene(2, baselines={"wide, library": "wide"}),
 }
 
@@ -90,6 +105,10 @@ def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     group, settings = context.group, context.settings
     if loop == "even":
         return ours(context, settings, replace(group, links=()), loop)
+    if loop == "encrypted":
+        register(run_credentials(RunSecret(b"of this benchmark")), context.world.host)
+        handle = dist.new_group(backend=TLS)
+        return ours(context, settings, replace(group, handle=handle, backend=TLS), loop)
     if loop.startswith("wide"):
         placed = group if loop == "wide" else replace(group, neighbors={}, hosts=())
         return ours(context, replace(settings, exchange="wide"), placed, loop)
@@ -106,6 +125,35 @@ def others_on(host: Host, core: int, count: int) -> Iterator[None]:
         yield
 
 
+QUOTA_PERIOD_MS = 10
+"""Time in which a control group may use its quota; the kernel's 100 ms would be a tenth of a step."""
+
+
+@contextmanager
+def cpu_quota(cores: float) -> Iterator[list[str]]:
+    """Yield words to put before a command, so that it and its children use this number of cores at most."""
+    if cores >= 1:
+        yield []
+        return
+    root = Path("/sys/fs/cgroup")
+    second = (root / "cgroup.controllers").exists()  # version 2 (docs.kernel.org/admin-guide/cgroup-v2.html)
+    if second:
+        (root / "cgroup.subtree_control").write_text("+cpu")
+    folder = (root if second else root / "cpu") / f"unisono-{uuid.uuid4().hex}"
+    period = QUOTA_PERIOD_MS * 1000
+    quota = int(cores * period)
+    limits = {"cpu.max": f"{quota} {period}"} if second else {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota}
+    folder.mkdir()
+    try:
+        for name, limit in limits.items():
+            (folder / name).write_text(str(limit))
+        yield ["sh", "-c", f'echo 0 > {folder}/cgroup.procs; exec "$@"', "sh"]
+    finally:
+        while (folder / "cgroup.procs").read_text():  # the last processes of the host end
+            time.sleep(0.1)
+        folder.rmdir()
+
+
 def run_on_hosts(scene: str, bits: float, turns: Turns) -> Any:
     """Run the loops on the hosts of a scene, and return what rank 0 has measured."""
     here = SCENES[scene]
@@ -117,11 +165,12 @@ def run_on_hosts(scene: str, bits: float, turns: Turns) -> Any:
         script = ["-m", "benchmarks.host_speed", "--process", json.dumps([scene, *turns[1:]])]
         options: dict[str, Any] = {"env": inherited({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}), "cwd": ROOT}
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with others_on(every[-1], CORES - 1, here.others):
-            running = [
-                host.start(["taskset", "-c", str(node % CORES), *words, "--node-rank", str(node), *script], **options)
-                for node, host in enumerate(every)
-            ]
+        with others_on(every[-1], CORES - 1, here.others), cpu_quota(here.cores) as limited:
+            running = []
+            for node, host in enumerate(every):
+                limit = limited if node == len(every) - 1 else []
+                pinned = [*limit, "taskset", "-c", str(node % CORES)]
+                running.append(host.start([*pinned, *words, "--node-rank", str(node), *script], **options))
             outputs = [process.communicate(timeout=LIMIT_SECONDS) for process in running]
     lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith(READY)]
     if len(lines) != 1:

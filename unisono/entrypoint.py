@@ -136,7 +136,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             dry_run(train, loaded.settings, world)
         return
     divided = loaded.settings.parallel.shard != 1
-    joining = join(world, divided=divided, backend=loaded.settings.backend)
+    joining = join(world, divided=divided, backend=loaded.settings.backend, secure=loaded.settings.secure)
     with StatusThread(loaded.settings.watchdog, world), joining as group, ExitStack() as kept:
         shown, path, resumes = _on_main(group, lambda: (*start.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its working directory

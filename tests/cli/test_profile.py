@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_training(command: Command
     ended = command.run("run", "script.py", "--run-dir", "out", "--set", "profile.steps=6:9", "--set", "steps=10")
     assert ended.status == 0, ended.err
     assert (ended.out + ended.err).count("Profiling failed: ") == 1
-    assert "Profiling failed: FileExistsError: " in ended.out
+    assert "Profiling failed: NotADirectoryError: " in ended.out
     assert "recorded nothing" not in ended.out
     assert result(command, "out")["steps"] == 10
 

@@ -124,7 +124,7 @@ def test_nothing_is_left_when_the_head_is_killed(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_run_is_resumed_on_other_hosts(cluster: Cluster, fingerprint: str) -> None:
-    process = cluster.start("--hosts", "a:2,b:1", "--run-dir", "stopped", "--set", "pause=0.1")
+    process = cluster.start("--hosts", "a:2,b:1", "--run-dir", "stopped", "--set", "pause=1")
     cluster.wait_for_step("stopped", 5)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SECONDS)

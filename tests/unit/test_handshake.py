@@ -290,15 +290,16 @@ def test_nodes_meet_among_silent_strangers() -> None:
     thread = threading.Thread(target=wait)
     thread.start()
     try:
-        with node_link._reach(1, at, SECRET, lines.append) as first, contextlib.ExitStack() as stack:
+        with node_link._reach(1, at, SECRET, lines.append).connection as first, contextlib.ExitStack() as stack:
             for number in range(20):
                 stranger = stack.enter_context(socket.create_connection(at))
                 stranger.sendall(b'{"node": 2}\n' * (number % 2 * 20))
             with pytest.raises(SettingsError, match="have different secrets"):
                 node_link._reach(2, at, RunSecret(), lines.append)
-            with node_link._reach(2, at, SECRET, lines.append), node_link._reach(7, at, SECRET, lines.append):
+            second, stranger_member = (node_link._reach(n, at, SECRET, lines.append).connection for n in (2, 7))
+            with second, stranger_member:
                 assert met.wait(WAIT)
-            with node_link._reach(1, at, SECRET, lines.append):  # its command was typed again
+            with node_link._reach(1, at, SECRET, lines.append).connection:  # its command was typed again
                 assert back.wait(WAIT)
             os.write(found[1].writer, b"order")
             found[1].kill()

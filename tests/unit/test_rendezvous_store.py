@@ -28,7 +28,7 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
         thread.start()
 
         def open_store() -> RendezvousStore:
-            stores.append(RendezvousStore(str(tmp_path / "s"), timedelta(seconds=30)))
+            stores.append(RendezvousStore.at(str(tmp_path / "s"), timedelta(seconds=30)))
             return stores[-1]
 
         yield open_store

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from unisono.distributed.init import join_process_group as join
+from unisono.distributed.rendezvous import own_port
 from unisono.environment import World
 from unisono.environment.routes import interface_with
-from unisono.param_server import tcp_link
 from unisono.param_server.connections import Message, WorkerConnections
 from unisono.param_server.tcp_link import TcpLink, build_links
 from unisono.testing import run_ranks
@@ -129,10 +129,10 @@ def test_a_server_for_other_hosts_listens_on_ipv4_and_ipv6(host: str, monkeypatc
     if not socket.has_dualstack_ipv6() or interface_with("::1") is None:
         pytest.skip("this machine has no IPv6")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    addresses = tcp_link._addresses()
+    addresses = own_port.own_addresses()
     assert addresses[-1] == "::1"
     assert not any("%" in address for address in addresses)
-    with tcp_link._listen(2, here=False) as door:
+    with own_port.listen(2, here=False) as door:
         socket.create_connection((host, door.getsockname()[1]), timeout=5).close()
-    with tcp_link._listen(2, here=True) as door:
+    with own_port.listen(2, here=True) as door:
         assert door.getsockname()[0] == "127.0.0.1"

@@ -14,6 +14,7 @@ VALUED = (
     *("--image", "--name", "--namespace", "--ranks-per-pod", "--gpus-per-pod", "--gpu-resource", "--cpus", "--memory"),
     *("--claim", "--volume-size", "--storage-class", "--queue", "--topology", "--grace", "--retries"),
     *("--steps", "--parallel", "--tolerance", "--only", "--sizes", "--step", "--virtual-rank", "--script"),
+    *("--hosts", "--node", "--meet", "--secret-file", "--address", "--port", "--cert", "--key"),
     *("--nodes", "--ranks-per-node", "--time", "--signal", "--array", "--gpus-per-node", "--cpus-per-task"),
     *("--partition", "--account", "--sbatch", "--write"),
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from unisono.config.command_line import CommandLine
 from unisono.config.exchange_registry import DIVIDING_AXES, EXCHANGES
-from unisono.config.schema import CompressSettings, Settings
+from unisono.config.schema import CompressSettings, SecureSettings, Settings
 from unisono.config.value_types import shown
 from unisono.errors import Problem
 
@@ -117,6 +117,7 @@ PARAM_DTYPE = is_not("parallel.param_dtype", "fp32")
 PIPELINE = divided("pipeline")
 SELECTIVE = is_("parallel.activation_checkpoint", "selective", instead="full")
 SERVER = is_("exchange", "server", instead="tree")
+PLAIN_TRANSPORT = is_("secure.transport", "plain", instead="tls")
 STEALING = is_("balance.work_stealing", True, instead="false")
 
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -180,6 +181,36 @@ def _compression_rows() -> Iterator[Conflict]:
         )
 
 
+def _transport_rows() -> Iterator[Conflict]:
+    """Yield what does not go together with the transport of messages between hosts."""
+    for name in ("ca", "cert", "key", "secret_file", "hosts"):
+        unset = getattr(SecureSettings(), name)
+        why = "Without TLS no certificate is made, shown or asked for."
+        yield Conflict(is_not(f"secure.{name}", unset), PLAIN_TRANSPORT, why, error=UNUSED)
+    for name, other in (("ca", "cert"), ("cert", "key"), ("key", "ca")):
+        missing = is_(f"secure.{other}", None, instead="FILE")
+        why = "Certificates of an organization need three files: secure.ca, secure.cert and secure.key."
+        yield Conflict(is_not(f"secure.{name}", None), missing, why, changes=(missing.change, f"secure.{name}=none"))
+    yield Conflict(
+        is_not("secure.secret_file", None),
+        is_not("secure.ca", None),
+        "The run's own certificates are made from the secret, and those of an organization are files.",
+    )
+    yield Conflict(
+        is_("secure.transport", "tls", instead="plain"),
+        Condition("backend", lambda value: value not in ("auto", "gloo"), "auto"),
+        "Only the back end that Unisono brings encrypts, and it sends from the CPU.",
+        changes=("backend=auto", "secure.transport=plain"),
+    )
+    yield Conflict(
+        is_("secure.transport", "tls", instead="plain"),
+        Condition("metrics.address", lambda value: value not in ("127.0.0.1", "::1", "localhost"), "127.0.0.1"),
+        "The page of metrics is encrypted with the certificate of this host, and there is none.",
+        changes=("secure.ca=FILE secure.cert=FILE secure.key=FILE", "metrics.address=127.0.0.1"),
+        only=is_("secure.cert", None, instead="FILE"),
+    )
+
+
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         is_("steps", None, instead="100"),
@@ -195,6 +226,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     *_exchange_rows(),
     *_compression_rows(),
+    *_transport_rows(),
     *(
         Conflict(COMPRESSED, divided(axis), "Gradients of whole models are compressed; here each process holds a part.")
         for axis in DIVIDING_AXES

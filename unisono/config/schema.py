@@ -283,6 +283,22 @@ class MetricsSettings:
 class SecureSettings:
     """Access to a run, what it trusts, and what proves that its files are its own."""
 
+    transport: Literal["plain", "tls"] = setting(
+        "plain", "how messages between hosts are sent: plain, or tls: TLS 1.3, for which both ends have a certificate"
+    )
+    ca: str | None = setting(
+        None, "file of the authorities whose certificates are accepted, and revocation lists; none: the run's own one"
+    )
+    cert: str | None = setting(None, "file of this host's certificate, with secure.ca; none: one for each run")
+    key: str | None = setting(None, "file of the private key of secure.cert")
+    secret_file: str | None = setting(
+        None,
+        "file with a secret, the same on all hosts, from which the run's own certificates are made; none: the "
+        "launcher passes one on",
+    )
+    hosts: list[str] = setting(
+        [], "names of the hosts that may join, by their certificates if these have names; * is any text; []: all"
+    )
     share: Literal["owner", "group", "all"] = setting(
         "owner", "users that may read the run directory and its checkpoints: owner, group, or all that the umask allows"
     )

@@ -17,15 +17,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from unisono.config.schema import SecureSettings
 from unisono.config.wording import plural
 from unisono.distributed import existing_group
 from unisono.distributed.backends.backend_choice import AUTO, RELIED_ON, choose_transport
 from unisono.distributed.backends.operations_test import require_operations
+from unisono.distributed.encrypted.private_store import private_store
 from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup
 from unisono.distributed.rendezvous.connect import (
+    CONNECT_IN_TIME,
     TIMED,
     connect,
     connect_all,
@@ -46,6 +49,9 @@ from unisono.environment import World, agent_hosts_store, host_of, join_port, va
 from unisono.environment.addresses import HOSTED
 from unisono.errors import WorldError
 from unisono.torch_compat.process_groups import default_store, group_count, set_group_count, set_timeout
+
+PLAIN = SecureSettings()
+"""The settings by default: nothing is encrypted."""
 
 
 def choose_device(world: World, index: int | None) -> torch.device:
@@ -108,7 +114,9 @@ def find_device_index(world: World, store: dist.Store) -> int:
 
 
 @contextmanager
-def join_process_group(world: World, *, divided: bool = False, backend: str = AUTO) -> Iterator[ProcessGroup]:
+def join_process_group(
+    world: World, *, divided: bool = False, backend: str = AUTO, secure: SecureSettings = PLAIN
+) -> Iterator[ProcessGroup]:
     """Join the group of all processes of the run, and leave it together with them.
 
     Leaving waits for all processes and then destroys the group: a process that exits while gloo's threads communicate
@@ -119,6 +127,7 @@ def join_process_group(world: World, *, divided: bool = False, backend: str = AU
         world: this process's place in the run.
         divided: whether several processes share a model.
         backend: the setting `backend`.
+        secure: whether messages between hosts are encrypted, and with which certificates.
 
     Raises:
         WorldError: the back end cannot connect these processes, or its operations are wrong.
@@ -130,10 +139,10 @@ def join_process_group(world: World, *, divided: bool = False, backend: str = AU
     gloo = world.cpu_ranks > 0 or shares_devices(world) or not torch.accelerator.is_available() or backend == "gloo"
     survives = backend in (AUTO, *RELIED_ON) and (gloo or world.least)
     if (world.store or "").startswith(SCHEME) and survives:
-        with join_elastic(world, divided=divided, backend=backend) as joined:
+        with join_elastic(world, divided=divided, backend=backend, secure=secure) as joined:
             yield joined
     else:
-        with join_fixed(world, backend) as joined:
+        with join_fixed(world, backend, secure) as joined:
             yield joined
     atexit.unregister(exit_watchdog)
 
@@ -164,14 +173,17 @@ def warn_if_slow(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def join_fixed(world: World, backend: str) -> Iterator[ProcessGroup]:
-    """Join a group whose processes all stay until the end of the run. `backend`: the setting."""
+def join_fixed(world: World, backend: str, secure: SecureSettings) -> Iterator[ProcessGroup]:
+    """Join a group whose processes all stay until the end of the run. `backend` and `secure`: the settings."""
+    encrypted = secure.transport == "tls"
     with warn_if_slow(world):
         store = _store(world)
         require_peers(world, store, choose_interface(world, store))
+        if encrypted:
+            store = private_store(world, secure, store)
         device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
         mixed = not same_everywhere(store, world.size, device_kind(device))
-    transport = choose_transport(backend, device, staged=mixed or shares_devices(world))
+    transport = choose_transport(backend, device, staged=mixed or shares_devices(world), encrypted=encrypted)
     require_own_host_name(world, transport.backend)
     if world.store == existing_group.EXISTING:
         existing_group.use_group(torch.device("cpu") if transport.staged else device, transport.backend)
@@ -207,15 +219,18 @@ def exit_watchdog() -> None:
 
 
 @contextmanager
-def join_elastic(world: World, *, divided: bool, backend: str) -> Iterator[ProcessGroup]:
+def join_elastic(world: World, *, divided: bool, backend: str, secure: SecureSettings) -> Iterator[ProcessGroup]:
     """Join a group whose processes continue without one that dies.
 
     A process that joins later is alone at first. If it will hold a part of a model, it is in a fake group meanwhile.
     """
     device = choose_device(world, world.device_index)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
-    transport = choose_transport(backend, device, staged=mixed or shares_devices(world))
+    encrypted = secure.transport == "tls"
+    transport = choose_transport(backend, device, staged=mixed or shares_devices(world), encrypted=encrypted)
     membership = Membership(world, transport.backend)
+    if encrypted:
+        private_store(world, secure, membership.store)
     joined, reference = ProcessGroup(0, 1, device, mixed, transport.staged, monitor=membership), None
     if not world.joins:
         membership.regroup(joined)
@@ -250,11 +265,11 @@ def new_line_group(
         elastic: whether processes may die meanwhile, after which the others try again without them.
     """
     groups: list[dist.ProcessGroup] = []
-    count, timed = group_count(), dist.get_backend() in TIMED
+    count, backend = group_count(), dist.get_backend()
 
     def connect_once(attempt: int, timeout: timedelta) -> None:
         set_group_count(count + (attempt - 1) * len(lines))  # names that no failed attempt has used
-        seconds = timeout if timed else TIMEOUT
+        seconds = timeout if backend in CONNECT_IN_TIME else TIMEOUT
         groups.extend(dist.new_group(list(line), timeout=seconds) for line in lines)
 
     def disconnect() -> None:
@@ -267,7 +282,7 @@ def new_line_group(
     first, limit = (first_timeout(size), FORM_SECONDS) if elastic else (None, math.inf)
     connect_all(store, rank, size, "connected", connect_once, disconnect, first, limit)
     mine = next((group for line, group in zip(lines, groups, strict=True) if rank in line), None)
-    if mine is not None and timed:
+    if mine is not None and backend in TIMED:
         set_timeout(TIMEOUT, mine)
     if not elastic:
         SILENCE_LIMIT.add_more()
@@ -278,7 +293,7 @@ def _store(world: World) -> dist.Store:
     """Return the store through which the processes find each other."""
     assert world.store is not None
     if world.store.startswith(SCHEME):
-        return RendezvousStore(world.store.removeprefix(SCHEME), TIMEOUT)
+        return RendezvousStore.at(world.store.removeprefix(SCHEME), TIMEOUT)
     if world.store.startswith("file://"):
         return dist.FileStore(world.store.removeprefix("file://"), world.size)
     if world.store == existing_group.EXISTING:

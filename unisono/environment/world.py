@@ -73,6 +73,7 @@ class World:
         number: of this process, which never changes; None: its rank.
         restarts: how often torchrun or Slurm has restarted all processes.
         joins: whether it joins processes that are training already.
+        open_link: whether programs that are no members may reach the store, and read what hosts send to it.
         least: processes that must remain for the run to continue (--ranks MIN:MAX); 0: not given.
         devices: the device of each rank.
         launcher: python, unisono, the name that an engine's reader gives (torchrun, srun, mpirun, kubernetes, ...), or
@@ -92,6 +93,7 @@ class World:
     number: int | None = None
     restarts: int = 0
     joins: bool = False
+    open_link: bool = False
     least: int = 0
     devices: DeviceAssignment = ONE_EACH
     launcher: str = "python"

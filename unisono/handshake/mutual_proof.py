@@ -87,6 +87,11 @@ class RunSecret:
         message = role.ljust(8) + _NUMBER.pack(number) + listens + connects + purpose.encode()
         return hmac.digest(self._value, message, "sha256")
 
+    def derive(self, use: bytes) -> bytes:
+        """Return a key of 32 bytes for another use: HKDF-SHA256 (RFC 5869) without a salt."""
+        extracted = hmac.digest(bytes(32), self._value, "sha256")
+        return hmac.digest(extracted, b"unisono " + use + b"\x01", "sha256")
+
     def __bool__(self) -> bool:
         return bool(self._value)
 

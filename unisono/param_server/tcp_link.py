@@ -25,13 +25,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
-from unisono import environment
+from unisono.distributed.backends.backend_choice import TLS
+from unisono.distributed.encrypted.tls_group import own_credentials
 from unisono.distributed.process_group import ProcessGroup
-from unisono.environment.routes import is_loopback
+from unisono.distributed.rendezvous.own_port import listen, own_addresses
 from unisono.errors import WorldError
+from unisono.handshake.certificates import Credentials
+from unisono.handshake.encrypted_pipe import encrypt
 from unisono.handshake.member_listener import MemberListener
 from unisono.handshake.mutual_proof import RunSecret, prove
 from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
@@ -57,11 +59,6 @@ class TcpLink:
         self._socket = connection
         self._sending = threading.Lock()
         connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, about: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
         """Send a JSON object, and tensors. Raises ConnectionError if the other process is gone."""
@@ -122,7 +119,7 @@ def _packed(about: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> memory
 
 
 def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
-    """Connect servers and workers. All processes of the group call this.
+    """Connect servers and workers, with TLS if the group has it. All processes of the group call this.
 
     Servers listen only on this host if all processes are on it. They accept connections that prove the server's secret
     (handshake/mutual_proof.py), which only the group has.
@@ -133,35 +130,19 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     """
     hosts = group.all_gather_object(socket.gethostname())
     here = len(set(hosts)) == 1
+    credentials = own_credentials() if group.backend == TLS and not here else None
     if group.rank < servers:
         secret = RunSecret.random()
-        with MemberListener(_listen(group.size, here=here), secret, PURPOSE, _log.warning) as door:
-            addresses = ["127.0.0.1"] if here else _addresses()
+        with MemberListener(listen(group.size, here=here), secret, PURPOSE, _log.warning) as door:
+            addresses = ["127.0.0.1"] if here else own_addresses()
             doors = group.all_gather_object({"addresses": addresses, "port": door.address[1], "secret": secret.hex()})
-            first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank)}
-            return first | _let_in(door, set(range(1 if group.rank == 0 else servers, group.size)))
+            first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank, credentials)}
+            return first | _let_in(door, set(range(1 if group.rank == 0 else servers, group.size)), credentials)
     doors = group.all_gather_object(None)[:servers]
-    return {rank: _enter(rank, about, group.rank) for rank, about in enumerate(doors)}
+    return {rank: _enter(rank, about, group.rank, credentials) for rank, about in enumerate(doors)}
 
 
-def _listen(backlog: int, *, here: bool) -> socket.socket:
-    """Return a socket that listens on this host only, or at all of its IPv4 and IPv6 addresses."""
-    if here or not socket.has_dualstack_ipv6():
-        return socket.create_server(("127.0.0.1" if here else "", 0), backlog=backlog)
-    return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
-
-
-def _addresses() -> list[str]:
-    """Return the addresses of this host: in the network that gloo uses, or in all of them, loopback last."""
-    named = environment.variables(("GLOO_SOCKET_IFNAME",)).get("GLOO_SOCKET_IFNAME")
-    networks = psutil.net_if_addrs()
-    chosen = [networks[named]] if named in networks else networks.values()
-    found = [a.address for of in chosen for a in of if a.family in (socket.AF_INET, socket.AF_INET6)]
-    lasting = [address for address in found if "%" not in address]  # link-local: another name on each host
-    return sorted(lasting, key=lambda address: (is_loopback(address), ":" in address))
-
-
-def _let_in(door: MemberListener, expected: set[int]) -> dict[int, TcpLink]:
+def _let_in(door: MemberListener, expected: set[int], credentials: Credentials | None) -> dict[int, TcpLink]:
     links: dict[int, TcpLink] = {}
     deadline = time.monotonic() + MEET_SECONDS
     while expected:
@@ -173,14 +154,15 @@ def _let_in(door: MemberListener, expected: set[int]) -> dict[int, TcpLink]:
                 "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
             )
         if member.number in expected:
-            expected.remove(member.number)
-            links[member.number] = TcpLink(member.connection)
+            with contextlib.suppress(OSError):  # after an error it connects again
+                links[member.number] = TcpLink(_secured(member.connection, credentials, listens=True))
+                expected.remove(member.number)
         else:
             member.connection.close()
     return dict(sorted(links.items()))
 
 
-def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
+def _enter(server: int, about: Mapping[str, Any], rank: int, credentials: Credentials | None) -> TcpLink:
     deadline, error = time.monotonic() + MEET_SECONDS, OSError("no address")
     secret = RunSecret.from_hex(about["secret"])
     while time.monotonic() < deadline:
@@ -192,7 +174,7 @@ def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
                 continue
             try:
                 prove(connection, secret, PURPOSE, rank)
-                return TcpLink(connection)
+                return TcpLink(_secured(connection, credentials, listens=False))
             except OSError as caught:
                 connection.close()
                 error = caught
@@ -202,3 +184,13 @@ def _enter(server: int, about: Mapping[str, Any], rank: int) -> TcpLink:
         f"It is not reachable at {' or '.join(about['addresses'])}, port {about['port']}: {error}",
         "unisono doctor; on several networks, name one that all hosts share: GLOO_SOCKET_IFNAME=eth0 ...",
     ) from error
+
+
+def _secured(connection: socket.socket, credentials: Credentials | None, *, listens: bool) -> socket.socket:
+    """Return a new TCP connection with TLS, or the same one if there are no credentials. Raises OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection if credentials is None else encrypt(connection, credentials, listens=listens)

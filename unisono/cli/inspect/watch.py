@@ -21,10 +21,13 @@ from unisono.cli.request.run_dir import stop_run
 from unisono.cli.request.suggestions import WHOLE
 from unisono.environment import inherited, variables
 from unisono.errors import SettingsError
+from unisono.handshake.certificates import server_context
 from unisono.security.audit_trail import Record
 from unisono.security.file_modes import make_folder
 
 if TYPE_CHECKING:
+    import ssl
+
     from unisono.report.live.live_server import LiveServer, Note
 
 LOOPBACK = "127.0.0.1"
@@ -46,6 +49,8 @@ def watch(
     address: Annotated[str, Parameter(metavar="IP")] = LOOPBACK,
     port: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False)] = 0,
     stop: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    cert: Annotated[str, Parameter(metavar="FILE", show_default=False)] = "",
+    key: Annotated[str, Parameter(metavar="FILE", show_default=False)] = "",
     beside: Annotated[bool, Parameter(negative=(), show=False)] = False,
 ) -> int:
     """Serve the report of a run while it grows, at an address that is printed. Ctrl-C ends it.
@@ -57,16 +62,22 @@ def watch(
     run
         A run directory, or a folder of them: a list, from which runs are opened or compared.
     address
-        Listen at this address of the machine. Its network can then reach the page, without encryption.
+        Listen at this address of the machine. Its network can then reach the page, without encryption unless --cert
+        is given.
     port
         Listen at this port. By default any free one.
     stop
         Print a second address, whose token may also stop the run: it saves and ends. Only its user can do this, on the
         host of its launcher.
+    cert
+        Serve the page at https://, with the certificate of this host in a file in PEM format.
+    key
+        The file of the private key of --cert.
     """
     line = ["unisono", "watch", str(run), *(["--address", address] if address != LOOPBACK else [])]
     _check(run, stop=stop)
-    server = _server(run, address, port, line, stop=stop, note=_note_beside if beside else _print_note)
+    tls = server_context(cert, key) if cert or key else None
+    server = _server(run, address, port, line, stop=stop, note=_note_beside if beside else _print_note, tls=tls)
     with server:
         if beside:
             threading.Thread(target=_end_with_input, args=(server,), name="input", daemon=True).start()
@@ -94,14 +105,16 @@ def _check(run: Path, *, stop: bool) -> None:
         raise SettingsError.of([no_run(run)])
 
 
-def _server(run: Path, address: str, port: int, line: list[str], *, stop: bool, note: Note) -> LiveServer:
+def _server(
+    run: Path, address: str, port: int, line: list[str], *, stop: bool, note: Note, tls: ssl.SSLContext | None
+) -> LiveServer:
     from unisono.report.live.live_server import LiveServer, cannot_stop  # here, because it loads numpy
 
     def stop_it(client: str) -> str:
         return stop_run(run, reason="the live page", address=client)
 
     try:
-        return LiveServer(run, address, port, stop=stop_it if stop else cannot_stop, note=note)
+        return LiveServer(run, address, port, stop=stop_it if stop else cannot_stop, note=note, tls=tls)
     except OverflowError:
         raise SettingsError(f"--port {port} is out of range.", "Ports are 0 to 65535.", shlex.join(line)) from None
     except OSError as error:

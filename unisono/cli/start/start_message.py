@@ -49,6 +49,9 @@ def print_start(
     say(f"unisono {__version__}: {processes}, {threads}{more}")
     if network := describe_network(context.world):
         say(network)
+    if s.secure.transport == "tls" and context.group.size > 1:
+        own = f"certificates of {s.secure.ca}" if s.secure.ca else "certificates of the run's own authority"
+        say(f"between hosts: TLS 1.3, {own}; within a host: shared memory and Unix sockets")
     why = f" (no more than the batch of {s.batch})" if fewer and s.virtual_ranks < Settings.virtual_ranks else ""
     say(f"{s.virtual_ranks} virtual rank{'s' * (s.virtual_ranks > 1)}{why}: {span}, micro-batches of {micro}")
     if fewer and resumed is None and (advice := about_small_shares(s.batch, s.virtual_ranks, context.group.size)):

@@ -23,7 +23,7 @@ from unisono.handshake.mutual_proof import RunSecret
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
 from unisono.launcher.hosts.message_stream import MessageStream
-from unisono.launcher.hosts.node_link import connect_member
+from unisono.launcher.hosts.node_link import ConnectedMember, connect_member
 
 CONNECT_SECONDS = 20.0
 """Time limit for the connection to the launcher."""
@@ -60,19 +60,18 @@ def main() -> int:
     """Serve the launcher. Return the exit status."""
     order = AgentOrder(*json.loads(sys.stdin.readline()))
     try:
-        connection = _reach(order)
+        found = _reach(order)
     except OSError as error:
         print(f"Cannot reach {order.address}, port {order.port}: {error.strerror or error}.", file=sys.stderr)
         return CANNOT_REACH
-    threading.Thread(target=_end_with_actor, args=(connection,), name="actor", daemon=True).start()
-    peer, own = connection.getpeername()[0], connection.getsockname()[0]
-    stream = ActorStream(connection, order.node)
-    with connection, socket_folder() as folder:
-        HostAgent(stream, Path(folder), reached_at=(peer, own)).serve()
+    threading.Thread(target=_end_with_actor, args=(found.connection,), name="actor", daemon=True).start()
+    stream = ActorStream(found.connection, order.node)
+    with found.connection, socket_folder() as folder:
+        HostAgent(stream, Path(folder), reached_at=(found.peer, found.own)).serve()
     return 0
 
 
-def _reach(order: AgentOrder) -> socket.socket:
+def _reach(order: AgentOrder) -> ConnectedMember:
     """Connect to the launcher, and prove the secret to each other. Raises OSError after CONNECT_SECONDS."""
     until, secret = time.monotonic() + CONNECT_SECONDS, RunSecret.from_hex(order.secret)
     while True:

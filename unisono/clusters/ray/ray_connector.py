@@ -17,7 +17,7 @@ from unisono.errors import SettingsError
 from unisono.handshake.member_listener import MemberListener
 from unisono.handshake.mutual_proof import RunSecret
 from unisono.launcher.hosts.host_list import ListedHost
-from unisono.launcher.hosts.node_link import SocketLink
+from unisono.launcher.hosts.node_link import SocketLink, accept_member
 from unisono.launcher.hosts.remote_host import Link
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class RayConnector:
     """
 
     can_leave_out = False
+    is_private = True
 
     def __init__(self, room: RayRoom, say: Callable[[str], None]) -> None:
         self._room, self._say = room, say
@@ -174,7 +175,7 @@ class RayConnector:
     def _accept(self) -> tuple[int, SocketLink] | None:
         """Return the number and the connection of the next agent; None if there is none."""
         assert self._listener is not None
-        found = self._listener.accept(POLL_SECONDS)
+        found = accept_member(self._listener, self._secret, POLL_SECONDS)
         if found is None:
             return None
         with self._lock:

@@ -23,11 +23,17 @@ AUTO = "auto"
 BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")
 """The back ends that torch may have been built with."""
 
-RELIED_ON = ("gloo", "nccl", "xccl")
+TLS = "tls"
+"""Our own back end (distributed/encrypted), for secure.transport=tls."""
+
+TAGGED = ("gloo", TLS)
+"""Back ends whose messages have tags, and whose operations fail when a peer is lost."""
+
+RELIED_ON = ("gloo", "nccl", "xccl", TLS)
 """The back ends whose operations are not tested when a run begins (operations_test.py)."""
 
-NOT_CHOSEN = ("undefined", "fake")
-"""Names in torch's list that send nothing."""
+NOT_CHOSEN = ("undefined", "fake", TLS)
+"""Names in torch's list that the setting cannot have: two that send nothing, and the one of secure.transport=tls."""
 
 HOST_MEMORY = ("gloo", "mpi")
 """Back ends whose messages are staged on the CPU. MPI takes tensors of a device only where it was built for that."""
@@ -45,17 +51,27 @@ class Transport(NamedTuple):
     staged: bool
 
 
-def choose_transport(name: str, device: torch.device, *, staged: bool) -> Transport:
+def choose_transport(name: str, device: torch.device, *, staged: bool, encrypted: bool = False) -> Transport:
     """Return the back end for the processes of a run.
 
     Args:
         name: the value of the setting.
         device: the device on which this process computes.
         staged: whether messages have to be staged on the CPU, because the devices have no back end in common.
+        encrypted: whether messages between hosts are encrypted.
 
     Raises:
-        WorldError: the back end does not send from the CPU, and messages have to.
+        WorldError: the back end does not send from the CPU, and messages have to; or it cannot encrypt.
     """
+    if encrypted and (staged or device.type == "cpu" or name == "gloo"):
+        return Transport(TLS, staged=staged or device.type != "cpu")
+    if encrypted:
+        raise WorldError(
+            f"secure.transport = tls does not encrypt what {dist.get_default_backend_for_device(device)} sends.",
+            "The libraries of accelerators have no encryption: it is the task of the network that they use "
+            "(WireGuard, IPsec, MACsec).",
+            "--set secure.transport=plain in an encrypted network; or --set backend=gloo, which sends from the CPU",
+        )
     if name == AUTO:
         return Transport("gloo" if staged else dist.get_default_backend_for_device(device), staged)
     able = dist.Backend.backend_capability.get(name, [])

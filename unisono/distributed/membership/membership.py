@@ -47,6 +47,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from unisono.distributed.backends.backend_choice import TAGGED
 from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.heartbeats import Heartbeats
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
@@ -101,12 +102,12 @@ class Membership:
         assert world.store is not None
         path = world.store.removeprefix(SCHEME)
         self.number = world.rank if world.number is None else world.number
-        self.backend, self.async_errors = backend, backend != "gloo"
+        self.backend, self.async_errors = backend, backend not in TAGGED
         self.joins = world.joins
         self.join_requested = self.tolerant = self.failed = False
         self.on_regroup: Callable[[], None] = lambda: None
         self.generation = 0
-        self.store = RendezvousStore(path, TIMEOUT)
+        self.store = RendezvousStore.at(path, TIMEOUT)
         self.send_thread: SendThread | None = None
         self._lost = threading.Event()
         self._replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

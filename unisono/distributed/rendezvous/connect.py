@@ -34,6 +34,9 @@ not for an address in the store."""
 TIMED = ("gloo", "nccl")
 """Back ends whose timeout torch can change after connecting. Another one keeps the timeout with which it was made."""
 
+CONNECT_IN_TIME = (*TIMED, "tls")
+"""Back ends whose first timeout limits connecting alone. Ours uses it for nothing else."""
+
 ATTEMPTS = 5
 """On a busy machine gloo sometimes waits for a connection that exists (1 in some thousand groups, measured). Each
 attempt has twice the timeout of the one before."""
@@ -59,7 +62,7 @@ def connect(
         limit: seconds that all attempts may take together.
     """
     count_arrivals(store, size, "here")
-    if backend not in TIMED and first is None:
+    if backend not in CONNECT_IN_TIME and first is None:
         first = TIMEOUT
 
     def connect_once(attempt: int, timeout: timedelta) -> None:

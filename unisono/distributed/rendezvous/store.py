@@ -24,7 +24,11 @@ LOST_PEER = "Connection closed by peer: a process of the run is gone"
 
 
 class RendezvousStore(dist.Store):
-    """One connection to the rendezvous server.
+    """One connection to the rendezvous server, or to a private store (distributed/encrypted/private_store.py).
+
+    Args:
+        connection: the connection.
+        timeout: how long waits take by default.
 
     Attributes:
         generation: the generation of the group that this process forms or is in. A wait ends when the server's differs.
@@ -33,16 +37,22 @@ class RendezvousStore(dist.Store):
         waits_for_peer: whether the current request waits for a key that a peer sets.
     """
 
-    def __init__(self, path: str, timeout: timedelta) -> None:
+    def __init__(self, connection: socket.socket, timeout: timedelta) -> None:
         super().__init__()
         self.generation = 0
         self._timeout = timeout
         self.calls, self.requests, self.waits_for_peer = 0, 0, False
         self._values: dict[str, str] = {}  # received with others, each until it is read
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.connect(path)
+        self._connection = connection
         self._rest = b""
         self._lock = threading.Lock()  # gloo uses the store from several threads
+
+    @classmethod
+    def at(cls, path: str, timeout: timedelta) -> RendezvousStore:
+        """Connect to the rendezvous server at a Unix socket."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.connect(path)
+        return cls(connection, timeout)
 
     def _request(self, op: str, **arguments: Any) -> Any:
         with self._lock:

@@ -33,9 +33,13 @@ class Connector(Protocol):
     Attributes:
         can_leave_out: whether a restart may leave out lost hosts. Not where each host knows its number in the list, or
             where lost ones are replaced.
+        is_private: whether the connections are encrypted, and only members of the run have one.
     """
 
     can_leave_out: bool
+
+    @property
+    def is_private(self) -> bool: ...
 
     def connect(
         self, hosts: Mapping[int, ListedHost], on_return: Callable[[int, Link], None]
@@ -58,6 +62,7 @@ class SshConnector:
     """
 
     can_leave_out = True
+    is_private = True
 
     def __init__(self, ssh: Sequence[str] = ("ssh",)) -> None:
         self._ssh = ssh
@@ -217,7 +222,8 @@ class Cluster:
         same = [each for each, facts in self._facts.items() if facts["host"] == name]  # names of one machine
         local_rank += sum(self.listed[each].slots for each in same if each < host)
         size = max(1, sum(self._starting[each] for each in same), local_rank + 1)
-        return replace(world, host=name, local_rank=local_rank, local_size=size)
+        plain = not self._connector.is_private
+        return replace(world, host=name, local_rank=local_rank, local_size=size, open_link=plain)
 
     def environment(self, number: int) -> dict[str, str]:
         """Return variables for the libraries of a process: the network interface through which hosts reach it."""

@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 CHUNK = 1 << 16
 """Bytes that are read at once."""
 
+MOST_LINE, MOST_DATA = 1 << 26, 1 << 28
+"""Most bytes of a line, and of the data behind it: far more than any message has."""
+
 
 class Message(NamedTuple):
     """A message: its values, and the bytes behind it."""
@@ -71,12 +74,16 @@ class MessageStream:
     def _next(self) -> Message | None:
         """Return the next message if all of it has arrived."""
         line, newline, behind = self._rest.partition(b"\n")
+        if len(line) > MOST_LINE:
+            raise ValueError(f"a message of more than {MOST_LINE} bytes")
         if not newline:
             return None
         values = json.loads(line)
         if not isinstance(values, dict):
             raise ValueError(line.decode(errors="replace"))
         length = int(values.get("bytes", 0))
+        if not 0 <= length <= MOST_DATA:
+            raise ValueError(f"a message with {length} bytes of data")
         if len(behind) < length:
             return None
         self._rest = behind[length:]

@@ -7,7 +7,8 @@ Each side restarts with the run: after a restart the agents connect again. The p
 that was lost may start again, and its node then has place for processes that replace others.
 
 Both sides prove that they have the secret of the run (handshake/mutual_proof.py), which each reads from a file. So
-node 0 accepts no stranger, and an agent takes no orders from one.
+node 0 accepts no stranger, and an agent takes no orders from one. With a secret the connection is encrypted, by
+certificates that are derived from it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from unisono.errors import SettingsError, UnreachableHostError
-from unisono.handshake.member_listener import MemberListener
+from unisono.handshake.certificates import run_credentials
+from unisono.handshake.encrypted_pipe import encrypt
+from unisono.handshake.member_listener import Member, MemberListener
 from unisono.handshake.mutual_proof import OtherSecretError, RunSecret, prove
 from unisono.launcher.elastic_policy import socket_folder
 from unisono.launcher.hosts.host_agent import HostAgent
@@ -100,6 +104,10 @@ class NodeConnector:
 
     can_leave_out = False
 
+    @property
+    def is_private(self) -> bool:
+        return bool(self._secret)
+
     def __init__(self, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> None:
         self._at, self._secret, self._say = at, secret, say
 
@@ -129,7 +137,7 @@ class NodeConnector:
                     self._say(f"waiting for {names} at {self._at}: has the command been started there?")
                 for link in links.values():
                     link.say_alive()
-                if (found := listener.accept(1.0)) is not None:
+                if (found := accept_member(listener, self._secret, 1.0)) is not None:
                     number, link = found.number, SocketLink(found.connection)
                     stale = links.pop(number, None) if number in hosts else link  # it has started again
                     if number in hosts:
@@ -137,7 +145,8 @@ class NodeConnector:
                     if stale is not None:
                         stale.close()
             ended = threading.Event()
-            waiter = threading.Thread(target=_wait_for_returns, args=(listener, hosts, on_return, ended), daemon=True)
+            accept = partial(accept_member, listener, self._secret, 1.0)
+            waiter = threading.Thread(target=_wait_for_returns, args=(accept, hosts, on_return, ended), daemon=True)
             waiter.start()
             try:
                 yield links
@@ -163,14 +172,14 @@ class NodeConnector:
 
 
 def _wait_for_returns(
-    listener: MemberListener,
+    accept: Callable[[], Member | None],
     hosts: Collection[int],
     on_return: Callable[[int, Link], None],
     ended: threading.Event,
 ) -> None:
     """Pass nodes that connect again to `on_return`, until the run has ended."""
     while not ended.is_set():
-        found = listener.accept(1.0)
+        found = accept()
         if found is not None and found.number in hosts and not ended.is_set():
             on_return(found.number, SocketLink(found.connection))
         elif found is not None:
@@ -185,11 +194,10 @@ def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[
         UnreachableHostError: it cannot be reached in time.
     """
     while True:
-        connection = _reach(number, at, secret, say)
-        peer, own = connection.getpeername()[0], connection.getsockname()[0]
-        stream = MessageStream(connection.fileno(), connection.fileno())
-        with connection, socket_folder() as folder:
-            agent = HostAgent(stream, Path(folder), reached_at=(peer, own))
+        found = _reach(number, at, secret, say)
+        stream = MessageStream(found.connection.fileno(), found.connection.fileno())
+        with found.connection, socket_folder() as folder:
+            agent = HostAgent(stream, Path(folder), reached_at=(found.peer, found.own))
             status = agent.serve()
         if status is None:
             say(f"Node {number} has lost node 0 at {at}. Its processes are ended.")
@@ -200,7 +208,7 @@ def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[
             return status
 
 
-def _reach(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> socket.socket:
+def _reach(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> ConnectedMember:
     """Connect to the meeting point, and prove the secret to each other, for MEET_SECONDS."""
     began, warned, reason = time.monotonic(), False, ""
     while time.monotonic() - began < MEET_SECONDS:
@@ -223,11 +231,26 @@ def _reach(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str]
     )
 
 
-def connect_member(at: tuple[str, int], secret: RunSecret, purpose: str, number: int) -> socket.socket:
-    """Connect to a MemberListener. Return the connection, which blocks.
+class ConnectedMember(NamedTuple):
+    """A connection to a MemberListener, encrypted if there is a secret.
+
+    Attributes:
+        connection: the connection, which blocks.
+        peer: the address of the other end.
+        own: that of this end.
+    """
+
+    connection: socket.socket
+    peer: str
+    own: str
+
+
+def connect_member(at: tuple[str, int], secret: RunSecret, purpose: str, number: int) -> ConnectedMember:
+    """Connect to a MemberListener, whose end uses `accept_member`.
 
     Raises:
         OSError: it cannot be reached within TRY_SECONDS, or does not prove that it has the secret.
+        SettingsError: there is a secret, and the package cryptography is missing.
     """
     connection = socket.create_connection(at, timeout=TRY_SECONDS)
     try:
@@ -236,7 +259,25 @@ def connect_member(at: tuple[str, int], secret: RunSecret, purpose: str, number:
         connection.close()
         raise
     connection.settimeout(None)
-    return connection
+    peer, own = connection.getpeername()[0], connection.getsockname()[0]
+    if secret:
+        connection = encrypt(connection, run_credentials(secret), listens=False)
+    return ConnectedMember(connection, peer, own)
+
+
+def accept_member(listener: MemberListener, secret: RunSecret, seconds: float) -> Member | None:
+    """Return the next member that has connected, with an encrypted connection if there is a secret.
+
+    Returns:
+        None if none connects within this time, or if the connection ends.
+    """
+    found = listener.accept(seconds)
+    if found is None or not secret:
+        return found
+    try:
+        return found._replace(connection=encrypt(found.connection, run_credentials(secret), listens=True))
+    except OSError:
+        return None  # it connects again
 
 
 def _reason_of(error: OSError) -> str:

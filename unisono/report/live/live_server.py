@@ -17,13 +17,14 @@ import hmac
 import ipaddress
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 from unisono.report.live.live_data import LiveData
@@ -113,6 +114,7 @@ class LiveServer(ThreadingHTTPServer):
         port: The port; 0: any free one.
         stop: Stops the run, for requests with the token for it; by default there is no such token.
         note: Notes refusals and stops.
+        tls: The context with the certificate of this host, for https; None: http.
 
     Raises:
         OSError: The address or the port cannot be used.
@@ -130,7 +132,9 @@ class LiveServer(ThreadingHTTPServer):
         *,
         stop: Stop = cannot_stop,
         note: Note = not_noted,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self.stop, self.note, self.refused = stop, note, Refusals(note)
         self.tokens = Tokens(may_stop=stop is not cannot_stop)
         self.data = LiveData(path, f"?{urlencode({'token': self.tokens.look})}")
@@ -152,7 +156,8 @@ class LiveServer(ThreadingHTTPServer):
     def _url(self, token: str) -> str:
         host = str(self.server_address[0])
         shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-        return f"http://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}/?{urlencode({'token': token})}"
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}/?{urlencode({'token': token})}"
 
     def server_bind(self) -> None:
         """Bind without looking up the host's name, which may take seconds."""
@@ -160,6 +165,15 @@ class LiveServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, in a thread of its own; the handshake of TLS waits there, too."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(IDLE_SECONDS)
+        with self._tls.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore connections that a browser has closed."""

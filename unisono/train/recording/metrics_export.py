@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unisono import __version__
@@ -31,7 +32,9 @@ def build_metrics(context: RunContext) -> list[FollowerProcess]:
             "device": context.device.type,
             "version": __version__,
         }
-        return [str(context.run_dir), wanted.address, str(wanted.port), json.dumps(facts)]
+        secure = context.settings.secure
+        files = [str(Path(context.world.folder, each)) for each in (secure.ca, secure.cert, secure.key) if each]
+        return [str(context.run_dir), wanted.address, str(wanted.port), json.dumps(facts), *files]
 
     if not wanted.port:
         return []

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import sys
 import tomllib
@@ -260,6 +261,7 @@ def main() -> None:
     run_dir, timeline, track, began = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     os.nice(10)  # training has precedence
     warnings.showwarning = _show_warning
+    logging.raiseExceptions = False  # a library's own log file on a full disk, for which logging prints a traceback
     try:
         with open(run_dir / "tracking.lock", "w", opener=open_like_folder) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the follower of a process that died has finished

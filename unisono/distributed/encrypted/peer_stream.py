@@ -1,0 +1,246 @@
+"""The messages between this process and one other, over one connection that does not block.
+
+    | 8 bytes: tag | 8 bytes: size | size bytes |
+
+Messages with one tag arrive in the order in which they were sent, and messages with different tags may overtake each
+other. A message is received into the memory of its tensor. If nothing expects the message that is next, it stays in the
+connection, so the other process stops sending. There is one exception: something expects a message behind it. Then it
+is kept in memory.
+
+Only the thread of the message loop uses a stream.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+HEADER = struct.Struct("!qQ")
+
+SMALL_BYTES = 1 << 14
+"""Up to this size a message is sent with its header as one record of TLS."""
+
+CHUNK_BYTES = 1 << 18
+"""Most bytes of one call to send."""
+
+TURN_BYTES = 1 << 20
+"""Bytes after which another connection takes its turn."""
+
+CLOSED = "Connection closed by peer"
+
+
+class Transfer:
+    """A message in progress.
+
+    Args:
+        view: the bytes that are sent, or the memory that is received into.
+        owner: what owns that memory.
+    """
+
+    __slots__ = ("_done", "error", "owner", "then", "view")
+
+    def __init__(self, view: memoryview, owner: Any = None) -> None:
+        self.view, self.owner = view, owner
+        self.error: RuntimeError | None = None
+        self.then: Callable[[], None] | None = None
+        self._done = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def end(self, error: RuntimeError | None = None) -> None:
+        """Mark the message as done, or as failed."""
+        if self._done.is_set():
+            return
+        self.error = error
+        self._done.set()
+        if self.then is not None:
+            self.then()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until it is done. Raises RuntimeError if it fails, or is not done in time."""
+        if not self._done.wait(timeout.total_seconds()):
+            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for a peer: the operation timed out")
+        if self.error is not None:
+            raise RuntimeError(str(self.error))
+
+
+class PeerStream:
+    """The connection to one other process.
+
+    Args:
+        connection: a socket, or one with TLS. It belongs to this object from now on.
+        peer: the other process, for errors: "rank 3 on host b".
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setblocking(False)
+        self.socket, self.peer = connection, peer
+        self.error: RuntimeError | None = None
+        self._outgoing: deque[tuple[memoryview, Transfer | None]] = deque()
+        self._header = memoryview(bytearray(HEADER.size))
+        self._filled = 0  # bytes of the header, then of the body
+        self._tag = 0
+        self._body: memoryview | None = None
+        self._into: Transfer | None = None  # what the body is received for
+        self._held: tuple[int, int] | None = None  # tag and size of a message that nothing expects
+        self._expected: dict[int, deque[Transfer]] = {}
+        self._early: dict[int, deque[memoryview]] = {}
+
+    # -- requests
+
+    def send(self, tag: int, transfer: Transfer) -> None:
+        """Send a message when those before it are sent."""
+        if self.error is not None:
+            transfer.end(self.error)
+            return
+        header = HEADER.pack(tag, len(transfer.view))
+        if len(transfer.view) <= SMALL_BYTES:
+            self._outgoing.append((memoryview(header + bytes(transfer.view)), transfer))
+        else:
+            self._outgoing.append((memoryview(header), None))
+            self._outgoing.append((transfer.view, transfer))
+
+    def receive(self, tag: int, transfer: Transfer) -> None:
+        """Receive the next message with this tag."""
+        early = self._early.get(tag)
+        if early:
+            self._deliver(early.popleft(), transfer)
+            if not early:
+                del self._early[tag]
+        elif self.error is not None:
+            transfer.end(self.error)
+        else:
+            self._expected.setdefault(tag, deque()).append(transfer)
+            if self._held is not None:
+                held, self._held = self._held, None
+                self._begin_body(*held)
+
+    def fail(self, reason: str) -> None:
+        """End all messages in progress with an error, and the connection with them."""
+        if self.error is not None:
+            return
+        self.error = error = RuntimeError(f"{reason} ({self.peer})")
+        waiting = [transfer for _, transfer in self._outgoing if transfer is not None]
+        waiting += [transfer for queue in self._expected.values() for transfer in queue]
+        waiting += [self._into] if self._into is not None else []
+        self._outgoing.clear()
+        self._expected.clear()
+        self._into = self._body = self._held = None
+        for transfer in waiting:
+            transfer.end(error)
+
+    # -- progress
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._outgoing)
+
+    @property
+    def wants_read(self) -> bool:
+        return self.error is None and self._held is None
+
+    def write(self) -> None:
+        """Send as much as fits."""
+        sent = 0
+        while self._outgoing and sent < TURN_BYTES:
+            view, transfer = self._outgoing[0]
+            try:
+                count = self.socket.send(view[:CHUNK_BYTES]) if view else 0
+            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                return
+            except OSError as error:
+                self.fail(_reason(error))
+                return
+            sent += count
+            if count < len(view):
+                self._outgoing[0] = view[count:], transfer
+                continue
+            self._outgoing.popleft()
+            if transfer is not None:
+                transfer.end()
+
+    def read(self) -> bool:
+        """Receive what has arrived. Return whether more may be there without another event of the socket."""
+        received = 0
+        while self.wants_read:
+            if received >= TURN_BYTES:
+                return True
+            into = self._header if self._body is None else self._body
+            try:
+                count = self.socket.recv_into(into[self._filled :])
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            except OSError as error:
+                self.fail(_reason(error))
+                return False
+            if not count:
+                self.fail(CLOSED)
+                return False
+            received += count
+            self._filled += count
+            if self._filled == len(into):
+                self._filled = 0
+                if self._body is None:
+                    self._begin_body(*HEADER.unpack(self._header))
+                else:
+                    self._end_body()
+        return False
+
+    def _begin_body(self, tag: int, size: int) -> None:
+        """Prepare to receive the body of a message."""
+        queue = self._expected.get(tag)
+        self._tag = tag
+        if queue:
+            self._into = queue.popleft()
+            if not queue:
+                del self._expected[tag]
+            if size != len(self._into.view):
+                self.fail(f"A message has {size} bytes where {len(self._into.view)} were expected")
+                return
+            self._body = self._into.view
+        elif self._expected:
+            self._body = memoryview(bytearray(size))
+        else:
+            self._held = tag, size
+            return
+        if not size:
+            self._end_body()
+
+    def _end_body(self) -> None:
+        body, into, self._body, self._into = self._body, self._into, None, None
+        assert body is not None
+        queue = self._expected.get(self._tag)
+        if into is not None:
+            into.end()
+        elif queue:  # a receive was requested while the message arrived
+            transfer = queue.popleft()
+            if not queue:
+                del self._expected[self._tag]
+            self._deliver(body, transfer)
+        else:
+            self._early.setdefault(self._tag, deque()).append(body)
+
+    def _deliver(self, body: memoryview, transfer: Transfer) -> None:
+        """Complete a receive with a message that is in memory."""
+        if len(body) != len(transfer.view):
+            size = len(transfer.view)
+            transfer.end(RuntimeError(f"A message has {len(body)} bytes where {size} were expected ({self.peer})"))
+            return
+        transfer.view[:] = body
+        transfer.end()
+
+
+def _reason(error: OSError) -> str:
+    """Return an error as gloo would word it, so that one rule finds lost peers (errors.is_connection_error)."""
+    if isinstance(error, (ssl.SSLZeroReturnError, ssl.SSLEOFError)):
+        return CLOSED
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {(error.reason or str(error)).replace('_', ' ').lower()}. {CLOSED}"
+    return f"{error.strerror or error}. {CLOSED}"

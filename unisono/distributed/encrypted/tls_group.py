@@ -1,0 +1,135 @@
+"""The back end `tls` of torch: collectives over connections of our own.
+
+    torch.distributed.all_reduce -> TlsGroup.allreduce -> thread "collectives": pairwise.py
+    torch.distributed.isend ------> MessageGroup.send -----------------------> thread "messages": message_loop.py
+
+Collectives run one after the other in a thread of the group, so they overlap with computation. Messages are started at
+once. torch calls the methods by their names, from Python and from C++ (torch/csrc/distributed/c10d/PyProcessGroup.hpp).
+
+If a peer is lost, its connection ends, and all operations that need it fail. A failed collective ends all connections
+of the group, so no process waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.distributed.encrypted import pairwise
+from unisono.distributed.encrypted.message_group import NAME, MessageGroup, TlsWork, flat_of, rows_of, split_rows
+from unisono.handshake.certificates import Credentials
+
+
+class TlsGroup(MessageGroup):
+    """The group with its collectives."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TlsWork:  # type: ignore[override]
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        flats = [flat_of(tensor) for tensor in tensors]
+        return self._run(tensors, *(partial(pairwise.all_reduce, self, flat, op) for flat in flats))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> TlsWork:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> TlsWork:  # type: ignore[override]
+        root = 0 if opts is None else opts.rootRank
+        flats = [flat_of(tensor) for tensor in tensors]
+        return self._run(tensors, *(partial(pairwise.broadcast, self, flat, root) for flat in flats))
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> TlsWork:  # type: ignore[override]
+        flats, op, root = [flat_of(tensor) for tensor in tensors], opts.reduceOp, opts.rootRank
+        return self._run(tensors, *(partial(pairwise.reduce, self, flat, op, root) for flat in flats))
+
+    def barrier(self, opts: Any = None) -> TlsWork:
+        word = torch.zeros(1, dtype=torch.uint8)
+        return self._run([word], lambda: pairwise.all_reduce(self, word, dist.ReduceOp.MAX))
+
+    def allgather(  # type: ignore[override]
+        self, out: list[list[torch.Tensor]], mine: list[torch.Tensor], opts: Any = None
+    ) -> TlsWork:
+        rows, sent = out[0], mine[0].contiguous()
+        return self._run(rows, lambda: self._fill(rows, lambda into: pairwise.all_gather(self, into, sent)))
+
+    def all_gather_single(self, out: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> TlsWork:
+        rows, sent = rows_of(out, self.count), flat_of(mine.contiguous())
+        return self._run([out], lambda: pairwise.all_gather(self, rows, sent))
+
+    def all_gather_single_coalesced(
+        self, out: list[torch.Tensor], mine: list[torch.Tensor], opts: Any = None
+    ) -> TlsWork:
+        pairs = [(rows_of(o, self.count), flat_of(m.contiguous())) for o, m in zip(out, mine, strict=True)]
+        return self._run(out, *(partial(pairwise.all_gather, self, rows, sent) for rows, sent in pairs))
+
+    def gather(  # type: ignore[override]
+        self, out: list[list[torch.Tensor]], mine: list[torch.Tensor], opts: Any = None
+    ) -> TlsWork:
+        rows, sent, root = out[0] if out else [], mine[0].contiguous(), opts.rootRank
+        return self._run(rows, lambda: self._fill(rows, lambda into: pairwise.gather(self, into, sent, root)))
+
+    def scatter(  # type: ignore[override]
+        self, out: list[torch.Tensor], parts: list[list[torch.Tensor]], opts: Any = None
+    ) -> TlsWork:
+        sent, root = [part.contiguous() for part in parts[0]] if parts else [], opts.rootRank
+        return self._run(out, lambda: self._fill(out, lambda into: pairwise.scatter(self, into[0], sent, root)))
+
+    def reduce_scatter_single(self, out: torch.Tensor, mine: torch.Tensor, opts: Any = None) -> TlsWork:
+        return self.reduce_scatter_single_coalesced([out], [mine], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, out: list[torch.Tensor], mine: list[torch.Tensor], opts: Any = None
+    ) -> TlsWork:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        pairs = [(flat_of(o), rows_of(m.contiguous(), self.count)) for o, m in zip(out, mine, strict=True)]
+        return self._run(out, *(partial(pairwise.reduce_scatter, self, o, parts, op) for o, parts in pairs))
+
+    def reduce_scatter(  # type: ignore[override]
+        self, out: list[torch.Tensor], parts: list[list[torch.Tensor]], opts: Any = None
+    ) -> TlsWork:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        sent = [part.contiguous() for part in parts[0]]
+        return self._run(out, lambda: self._fill(out, lambda into: pairwise.reduce_scatter(self, into[0], sent, op)))
+
+    def all_to_all_single(
+        self, out: torch.Tensor, mine: torch.Tensor, theirs: list[int], sizes: list[int], opts: Any = None
+    ) -> TlsWork:
+        into, sent = split_rows(out, theirs, self.count), split_rows(mine.contiguous(), sizes, self.count)
+        return self._run([out], lambda: pairwise.all_to_all(self, into, sent))
+
+    def alltoall(self, out: list[torch.Tensor], mine: list[torch.Tensor], opts: Any = None) -> TlsWork:
+        sent = [tensor.contiguous() for tensor in mine]
+        return self._run(out, lambda: self._fill(out, lambda into: pairwise.all_to_all(self, into, sent)))
+
+    # the names that torch calls before 2.13, and from C++
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+# -- registration
+
+_made: dict[str, Any] = {}
+"""The credentials and the host of this process, which torch cannot pass to the function that makes groups."""
+
+
+def register(credentials: Credentials, host: str) -> None:
+    """Let torch make groups of this kind with these credentials. `host`: the name of this host."""
+    first = not _made
+    _made.update(credentials=credentials, host=host)
+    if first:
+        dist.Backend.register_backend(NAME, _make, devices=["cpu"])
+
+
+def own_credentials() -> Credentials:
+    """Return the credentials of this process, which is in a group of this kind."""
+    found: Credentials = _made["credentials"]
+    return found
+
+
+def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TlsGroup:
+    return TlsGroup(store, rank, size, timeout, **_made)
