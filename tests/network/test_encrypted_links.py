@@ -261,3 +261,66 @@ def test_certificates_of_an_organization(tmp_path: Path, whole: str, kind: str, 
     if not kind:
         found = result_of(tmp_path / "out")
         assert (found["ranks"], found["weights_sha256"]) == (2, whole)
+
+
+OVERWRITE = """
+import datetime, json, socket, sys, threading, time
+import torch.distributed as dist
+
+def listen(door):                                  # the port to which rank 1 is sent in place of that of rank 0
+    while True:
+        connection, _ = door.accept()
+        connection.sendall(b"UNISONO\\x01" + bytes(32))
+        connection.recv(100)
+
+door = socket.create_server(("", 7000))
+threading.Thread(target=listen, args=(door,), daemon=True).start()
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    try:
+        store = dist.TCPStore("a", 29500, timeout=datetime.timedelta(seconds=2), wait_for_workers=False)
+        break
+    except RuntimeError:
+        time.sleep(0.1)
+print("connected", flush=True)
+prefixes, count = set(), 0
+while time.monotonic() < until:
+    try:
+        for line in store.get("unisono-rounds").decode().splitlines():
+            if line.startswith("lead"):
+                prefixes.add(line.split()[2])
+        for prefix in prefixes:
+            store.set(f"{prefix}/private-store", json.dumps({"host": "a", "addresses": [sys.argv[1]], "port": 7000}))
+            store.set(f"{prefix}/run-secret", "00" * 32)
+            count += 1
+            print("overwritten", flush=True)
+    except RuntimeError:
+        time.sleep(0.05)
+"""
+
+
+def test_keys_of_the_engine_s_store_are_overwritten(tmp_path: Path, whole: str) -> None:
+    """A third machine sends rank 1 to a port of its own. The run ends with a message, or has the same bits."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    write_secret(tmp_path)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": with_code(), **PIPES}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--master-addr", "a"]
+    script = ["train.py", *sets("secure.transport=tls", "secure.secret_file=secret"), "--run-dir", "out"]
+    with hosts(3, shared=[tmp_path]) as every:
+        attacker = every[2].start([sys.executable, "-c", OVERWRITE, every[2].address], **options)
+        words = [[*launcher, "--node-rank", str(number), *script] for number in range(2)]
+        running = [host.start(each, **options) for host, each in zip(every, words, strict=False)]
+        try:
+            output = running[1].communicate(timeout=SECONDS)
+            if running[1].returncode == 0:
+                running[0].communicate(timeout=SECONDS)
+        finally:
+            for process in (*running, attacker):
+                process.kill()
+        said = attacker.communicate()[0]
+    assert "overwritten" in str(said), "the attack has done nothing"
+    if running[1].returncode == 0:
+        assert result_of(tmp_path / "out")["weights_sha256"] == whole
+    else:
+        assert "cannot reach the private store of rank 0 on host a" in str(output)
+        assert not (tmp_path / "out" / "result.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, get_args
 
 import pytest
@@ -14,6 +15,8 @@ from unisono.config.exchange_registry import DIVIDING_AXES, EXCHANGES, ExchangeN
 from unisono.config.value_types import choices_of
 from unisono.exchange.choose import exchange_class
 
+NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?")
+
 DEFAULTS = flatten(Settings())
 
 
@@ -21,6 +24,7 @@ def examples(condition: Condition) -> list[Any]:
     """Return values with which the condition holds."""
     values = [None, True, False, -1, 0, 1, 2, 3, 0.5, "fp16", *EXCHANGES]
     values += ["selective", "full", "bf16", "int8", "topk", "average", "nesterov", "ZBVZeroBubble", "layer", "none"]
+    values += ["plain", "tls", "nccl", "0.0.0.0", ["a"]]
     default = DEFAULTS[condition.name]
     return [v for v in values if (isinstance(v, type(default)) or default is None or v is None) and condition.holds(v)]
 
@@ -47,8 +51,8 @@ def test_each_change_that_is_proposed_ends_the_conflict(row: Conflict) -> None:
 
 def _value(name: str, text: str) -> Any:
     """Return a typed text as the value of a setting."""
-    words = {"none": None if DEFAULTS[name] is None else "none", "true": True, "false": False}
-    return words[text] if text in words else (float(text) if text.strip("-.").replace(".", "").isdigit() else text)
+    words = {"[]": [], "none": None if DEFAULTS[name] is None else "none", "true": True, "false": False}
+    return words[text] if text in words else (float(text) if NUMBER.fullmatch(text) else text)
 
 
 def test_default_settings_have_no_conflict() -> None:
