@@ -156,6 +156,19 @@ def test_gradients_cannot_be_read_on_the_link(tmp_path: Path, whole: str, engine
     assert readable == 0 if transport == "tls" else readable > 0.99 * MARKERS  # a few lie across packets
 
 
+def test_parameter_servers_are_encrypted(tmp_path: Path, whole: str) -> None:
+    """Gradients go to servers over connections of their own."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    write_secret(tmp_path)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": with_code(), **PIPES}
+    words = [*torchrun(tmp_path, "tls"), "--set", "exchange=server"]
+    with hosts(2, shared=[tmp_path]) as every, captured(every[1], tmp_path / "packets"):
+        ended([host.start(words, **options) for host in every])
+    found = result_of(tmp_path / "out")
+    assert (found["weights_sha256"] == whole) is (found["promise"] == "exact")
+    assert found_in(tmp_path / "packets") == 0
+
+
 def test_a_death_is_survived_and_the_replacement_is_encrypted(tmp_path: Path, whole: str) -> None:
     """The state of the run goes to the replacement: weights with the markers in them."""
     (tmp_path / "train.py").write_text(TRAIN)

@@ -28,16 +28,17 @@ def test_three_hosts_have_the_bits_of_one_process(cluster: Cluster, fingerprint:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["power", "cable"])
-def test_the_others_finish_without_a_host(cluster: Cluster, fingerprint: str, fault: str) -> None:
-    host = cluster.others["c"]
-    process = cluster.start("--hosts", "a:1,b:1,c:2", "--run-dir", fault, "--set", "pause=0.05")
-    cluster.wait_for_step(fault, 6)
+@pytest.mark.parametrize(("fault", "transport"), [("power", "plain"), ("cable", "plain"), ("power", "tls")])
+def test_the_others_finish_without_a_host(cluster: Cluster, fingerprint: str, fault: str, transport: str) -> None:
+    host, run_dir = cluster.others["c"], f"{fault}-{transport}"
+    more = ("--set", "pause=0.05", "--set", f"secure.transport={transport}")
+    process = cluster.start("--hosts", "a:1,b:1,c:2", "--run-dir", run_dir, *more)
+    cluster.wait_for_step(run_dir, 6)
     (host.kill if fault == "power" else host.pull)()
     try:
         _, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
-        found = cluster.result(fault)
+        found = cluster.result(run_dir)
         assert found["weights_sha256"] == fingerprint
         assert {death["process"] for death in found["deaths"]} >= {2, 3}
         assert "Host c is lost: nothing has arrived from it for 10 s." in err

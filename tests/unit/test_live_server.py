@@ -7,6 +7,7 @@ import http.client
 import json
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from benchmarks.report_size import write_run
+from tests.authority import Authority
+from unisono.handshake.certificates import server_context
 from unisono.monitor.timeline import Timeline
 from unisono.report.live.live_data import LiveView
 from unisono.report.live.live_server import MOST_REFUSALS, LiveServer, Refusals
@@ -281,3 +284,29 @@ def test_refusals_are_noted_once_a_minute_for_each_address() -> None:
     for number in range(5000):
         refused(f"2001:db8::{number:x}", "no valid token")
     assert len(refused._noted) <= MOST_REFUSALS
+
+
+def test_the_page_at_https(runs: Path, tmp_path: Path) -> None:
+    """A connection that stays silent within the handshake delays no other one."""
+    authority = Authority(tmp_path)
+    files = authority.issue(["localhost", "127.0.0.1"])
+    with LiveServer(runs, tls=server_context(str(files.cert), str(files.key))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            assert server.url.startswith("https://127.0.0.1:")
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=30):
+                trusts = ssl.create_default_context(cafile=authority.ca)
+                connection = http.client.HTTPSConnection("127.0.0.1", server.server_port, timeout=30, context=trusts)
+                connection.request("GET", f"/?{urlsplit(server.url).query}")
+                answer = connection.getresponse()
+                assert (answer.status, b"<!doctype html>" in answer.read()[:200].lower()) == (200, True)
+                connection.close()
+            other = ssl.create_default_context()
+            stranger = http.client.HTTPSConnection("127.0.0.1", server.server_port, timeout=30, context=other)
+            with pytest.raises(ssl.SSLCertVerificationError):
+                stranger.request("GET", "/")
+            stranger.close()
+        finally:
+            server.shutdown()
+            thread.join()

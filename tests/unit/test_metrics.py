@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.authority import Authority
 from tests.house.sources import ROOT
 from unisono.metrics.exporter import serve
 from unisono.metrics.prometheus_page import resident_bytes
@@ -164,3 +166,23 @@ def test_the_dashboard_and_the_guide_have_the_metrics_of_the_page(tmp_path: Path
     assert len(queries) > 10
     assert names_in(" ".join(queries)) == known
     assert names_in((ROOT / "docs" / "guide" / "monitoring" / "metrics.md").read_text()) == known
+
+
+def test_with_certificates_only_clients_that_show_one_get_the_page(tmp_path: Path) -> None:
+    write_timelines(tmp_path)
+    authority = Authority(tmp_path)
+    own = authority.issue(["127.0.0.1"])
+    files = [str(path) for path in own]
+    server = serve(numbers_of(tmp_path), {"run": "mine"}, threading.Lock(), "127.0.0.1", 0, *files)
+    url = f"https://127.0.0.1:{server.server_port}/metrics"
+    try:
+        shows = ssl.create_default_context(cafile=authority.ca)
+        shows.load_cert_chain(*authority.issue(["prometheus"])[1:])
+        with urllib.request.urlopen(url, timeout=10, context=shows) as answer:
+            assert "unisono_step 20.0" in answer.read().decode()
+        for context in (ssl.create_default_context(cafile=authority.ca), ssl.create_default_context()):
+            with pytest.raises(OSError, match=r"(?i)certificate"):
+                urllib.request.urlopen(url, timeout=10, context=context).read()
+    finally:
+        server.shutdown()
+        server.server_close()
