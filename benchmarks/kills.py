@@ -97,6 +97,9 @@ def main(run):
 if __name__ == "__main__":
     unisono.main(main, Settings)
 """
+MORE_SETTINGS: list[str] = []
+"""Settings of all runs, from the flag --set."""
+
 LIMIT_SECONDS = 240.0
 """A run that takes longer counts as failed."""
 LOOK_SECONDS = 0.005
@@ -152,7 +155,7 @@ class Running:
         (folder / "train.py").write_text(SCRIPT)
         self.folder, self.torchrun, self.kills = folder, torchrun, 0
         self.of_child = "train.py" if torchrun else "unisono.launcher.worker_main"
-        sets = [word for each in case.sets for word in ("--set", each)]
+        sets = [word for each in (*case.sets, *MORE_SETTINGS) for word in ("--set", each)]
         if torchrun:
             words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", "--max-restarts=3"]
             words += ["train.py"]
@@ -387,8 +390,10 @@ def main() -> None:
     for kind in KINDS:
         flags.add_argument(f"--{kind}", type=int, default=None, metavar="N")
     flags.add_argument("--at-once", type=int, default=1, metavar="N", help="runs at the same time")
+    flags.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of all runs")
     flags.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
     args = flags.parse_args()
+    MORE_SETTINGS.extend(args.set)
     counts = {kind: getattr(args, kind) for kind in KINDS}
     counts = {kind: (8 if set(counts.values()) == {None} else 0) if n is None else n for kind, n in counts.items()}
     print(f"seed {args.seed}; {line()}", flush=True)
