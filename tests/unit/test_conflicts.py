@@ -22,7 +22,7 @@ DEFAULTS = flatten(Settings())
 
 def examples(condition: Condition) -> list[Any]:
     """Return values with which the condition holds."""
-    values = [None, True, False, -1, 0, 1, 2, 3, 0.5, "fp16", *EXCHANGES]
+    values: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 0.5, "fp16", *EXCHANGES]
     values += ["selective", "full", "bf16", "int8", "topk", "average", "nesterov", "ZBVZeroBubble", "layer", "none"]
     values += ["plain", "tls", "nccl", "0.0.0.0", ["a"]]
     default = DEFAULTS[condition.name]
@@ -51,7 +51,7 @@ def test_each_change_that_is_proposed_ends_the_conflict(row: Conflict) -> None:
 
 def _value(name: str, text: str) -> Any:
     """Return a typed text as the value of a setting."""
-    words = {"[]": [], "none": None if DEFAULTS[name] is None else "none", "true": True, "false": False}
+    words: dict[str, Any] = {"[]": [], "none": None if DEFAULTS[name] is None else "none", "true": True, "false": False}
     return words[text] if text in words else (float(text) if NUMBER.fullmatch(text) else text)
 
 
