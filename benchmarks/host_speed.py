@@ -106,7 +106,7 @@ def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     if loop == "even":
         return ours(context, settings, replace(group, links=()), loop)
     if loop == "encrypted":
-        register(run_credentials(RunSecret(b"of this benchmark")), context.world.host)
+        register(partial(run_credentials, RunSecret(b"of this benchmark")), context.world.host)
         handle = dist.new_group(backend=TLS)
         return ours(context, settings, replace(group, handle=handle, backend=TLS), loop)
     if loop.startswith("wide"):

@@ -153,7 +153,7 @@ def test_gradients_cannot_be_read_on_the_link(tmp_path: Path, whole: str, engine
     assert (found["ranks"], found["weights_sha256"], found["promise"]) == (4, whole, "exact")
     readable = found_in(tmp_path / "packets")
     print(f"\n{engine}, {transport}: {16 * readable} of {16 * MARKERS} marker bytes can be read")
-    assert readable == 0 if transport == "tls" else readable > 0.99 * MARKERS  # a few lie across packets
+    assert readable == 0 if transport == "tls" else readable > 0.99 * MARKERS  # a few are split between two packets
 
 
 def test_parameter_servers_are_encrypted(tmp_path: Path, whole: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from unisono.distributed.encrypted.message_loop import LOOP
 from unisono.distributed.init import join_process_group
 from unisono.distributed.process_group import Message, ProcessGroup, wait_for
 from unisono.environment import World
+from unisono.handshake import certificates
 from unisono.testing import run_ranks
 from unisono.torch_compat.process_groups import default_store
 
@@ -157,3 +159,21 @@ def lost(group: ProcessGroup) -> None:
 def test_a_lost_process_fails_what_waits_for_it() -> None:
     with pytest.raises(Exception, match=r"As expected: .*rank 1 on host"):
         run_ranks(partial(in_group, body=lost, apart=True), 2)
+
+
+def later(group: ProcessGroup) -> bool:
+    """Make another group when the first certificate has expired."""
+    time.sleep(3.0)
+    handle = dist.new_group(backend="tls")
+    one = torch.ones(1)
+    dist.all_reduce(one, group=handle)
+    return bool(one.item() == group.size)
+
+
+def with_short_certificates(world: World) -> bool:
+    certificates.VALID_AFTER = timedelta(seconds=2.5)
+    return bool(in_group(world, later, apart=True))
+
+
+def test_each_group_has_new_certificates() -> None:
+    assert run_ranks(with_short_certificates, 2) == [True, True]

@@ -196,18 +196,18 @@ class _Acceptor:
         for thread in self._threads:
             thread.join()
 
-    def _goes_on(self) -> bool:
+    def _is_accepting(self) -> bool:
         return bool(self._missing) and not self._ended and self._error is None
 
     def _accept_tcp(self, listener: socket.socket) -> None:
         with MemberListener(listener, self._secret, PURPOSE, _log.warning) as door:
-            while self._goes_on():
+            while self._is_accepting():
                 if (member := door.accept(0.1)) is not None:
                     self._admit(member.number, member.connection)
 
     def _accept_unix(self, listener: socket.socket) -> None:
         listener.settimeout(0.1)
-        while self._goes_on():
+        while self._is_accepting():
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
                 connection.settimeout(PROOF_SECONDS)

@@ -16,6 +16,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -69,8 +70,9 @@ def private_store(world: World, secure: SecureSettings, store: dist.Store) -> di
         raise WorldError(
             "secure.transport = tls does not encrypt the script's own process group.", fact, existing_group.REMOVE
         )
-    credentials = choose_credentials(world, secure, store)
-    register(credentials, world.host)
+    make = partial(choose_credentials, world, secure, store)
+    credentials = make()
+    register(make, world.host)
     if is_private(world):
         return store
     secret = RunSecret() if secure.ca else RunSecret(choose_secret(world, secure, store).derive(b"store"))

@@ -12,9 +12,10 @@ of the group, so no process waits for one that has given up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,23 +114,39 @@ class TlsGroup(MessageGroup):
 
 # -- registration
 
-_made: dict[str, Any] = {}
-"""The credentials and the host of this process, which torch cannot pass to the function that makes groups."""
+
+class GroupMaking(NamedTuple):
+    """What torch cannot pass to the function that makes groups.
+
+    Attributes:
+        credentials: returns the certificate of this process. Each group has a new one, or the file as it is then.
+        host: the name of this host.
+    """
+
+    credentials: Callable[[], Credentials]
+    host: str
 
 
-def register(credentials: Credentials, host: str) -> None:
-    """Let torch make groups of this kind with these credentials. `host`: the name of this host."""
-    first = not _made
-    _made.update(credentials=credentials, host=host)
+_current: list[GroupMaking] = []
+
+
+def register(credentials: Callable[[], Credentials], host: str) -> None:
+    """Let torch make groups of this kind.
+
+    Args:
+        credentials: returns the certificate of this process, for each group again.
+        host: the name of this host.
+    """
+    first = not _current
+    _current[:] = [GroupMaking(credentials, host)]
     if first:
         dist.Backend.register_backend(NAME, _make, devices=["cpu"])
 
 
 def own_credentials() -> Credentials:
-    """Return the credentials of this process, which is in a group of this kind."""
-    found: Credentials = _made["credentials"]
-    return found
+    """Return a certificate of this process, which is in a group of this kind."""
+    return _current[0].credentials()
 
 
 def _make(store: dist.Store, rank: int, size: int, timeout: timedelta) -> TlsGroup:
-    return TlsGroup(store, rank, size, timeout, **_made)
+    return TlsGroup(store, rank, size, timeout, own_credentials(), _current[0].host)
