@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from multiprocessing.forkserver import ensure_running
@@ -23,6 +24,10 @@ sys.dont_write_bytecode = False
 
 _cache = tempfile.mkdtemp(prefix="unisono-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose children inherit it
+
+for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a shell, and so by what tests start
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
