@@ -25,7 +25,7 @@ from unisono.exchange.kernels.device_kernels import kernels_for
 from unisono.exchange.kernels.elementwise import are_finite
 from unisono.exchange.kernels.exchange_stream import ExchangeStream
 from unisono.exchange.tree.host_memory import HostMemory
-from unisono.plan.host_routes import Pairs
+from unisono.plan.host_routes import HostRoutes, Pairs
 from unisono.plan.reduction_tree import Plan
 
 
@@ -164,6 +164,11 @@ class StagedAllReduce(ABC):
             self._block_is_finite.append(is_finite)
             for other in others:
                 other.copy_(result)
+
+
+def routes_of(plan: Plan, group: ProcessGroup) -> HostRoutes:
+    """Return the ways of chunks under a plan, as this process sees them."""
+    return HostRoutes(plan, group.hosts or range(group.size), group.rank, group.links)
 
 
 def add_in_order(terms: Sequence[torch.Tensor], pairs: Pairs) -> None:

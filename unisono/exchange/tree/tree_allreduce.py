@@ -37,7 +37,7 @@ import torch
 from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
 from unisono.exchange.buckets import BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
-from unisono.exchange.tree.staged_allreduce import StagedAllReduce, add_in_order
+from unisono.exchange.tree.staged_allreduce import StagedAllReduce, add_in_order, routes_of
 from unisono.plan.halving import find_halving
 from unisono.plan.host_routes import HostRoutes
 from unisono.plan.reduction_tree import Plan
@@ -237,8 +237,3 @@ class TreeAllReduce(StagedAllReduce):
             for span, part in zip(spans, weights, strict=True):
                 self.row[slice(*span)].copy_(part)
         return super()._total_weight()
-
-
-def routes_of(plan: Plan, group: ProcessGroup) -> HostRoutes:
-    """Return the ways of chunks under a plan, as this process sees them."""
-    return HostRoutes(plan, group.hosts or range(group.size), group.rank, group.links)

@@ -35,7 +35,8 @@ from unisono.exchange.buckets import BUCKET_BYTES, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient, FlatGradientPool, LooseGradient
 from unisono.exchange.kernels.elementwise import divide_
 from unisono.exchange.tree.halving_allreduce import HalvingAllReduce
-from unisono.exchange.tree.tree_allreduce import TreeAllReduce, routes_of
+from unisono.exchange.tree.staged_allreduce import routes_of
+from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.plan.halving import find_halving
 from unisono.plan.link_shares import are_unlike
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
@@ -89,7 +90,7 @@ class TreeExchange(BucketedExchange):
         halving = find_halving(routes_of(plan, self.group))
         if halving is None:
             return TreeAllReduce(plan, self.layout, self.group)
-        return HalvingAllReduce(plan, self.layout, self.group, halving)
+        return HalvingAllReduce(halving, self.layout, self.group)
 
     def begin(self, spans: Spans, pieces: Mapping[int, int], weights: Weights) -> None:
         """Begin a step. This process has spans[rank]; virtual rank v of it has pieces[v] micro-batches, perhaps 0."""
