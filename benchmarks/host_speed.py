@@ -47,7 +47,7 @@ from benchmarks.tasks import TASKS
 from benchmarks.turns import Comparison, LoopContext, LoopStep, Turns, measure, ours, run_loops, table
 from tests.network.hosts import ROOT, Host, hosts, missing
 from unisono.distributed.backends.backend_choice import TLS
-from unisono.distributed.encrypted.tls_group import register
+from unisono.distributed.connections.collective_group import register
 from unisono.environment import World, inherited
 from unisono.handshake.certificates import run_credentials
 from unisono.handshake.mutual_proof import RunSecret
@@ -106,7 +106,7 @@ def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     if loop == "even":
         return ours(context, settings, replace(group, links=()), loop)
     if loop == "encrypted":
-        register(partial(run_credentials, RunSecret(b"of this benchmark")), context.world.host)
+        register(context.world.host, partial(run_credentials, RunSecret(b"of this benchmark")))
         handle = dist.new_group(backend=TLS)
         return ours(context, settings, replace(group, handle=handle, backend=TLS), loop)
     if loop.startswith("wide"):

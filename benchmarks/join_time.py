@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.machine import line
 from unisono.config.schema import SecureSettings
-from unisono.distributed.encrypted.peer_connections import PeerAddress
+from unisono.distributed.connections.door import PeerAddress
 from unisono.distributed.init import join_process_group
 from unisono.environment import World
 from unisono.testing import run_ranks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from unisono.config.schema import SecureSettings
 from unisono.distributed.backends.backend_choice import Transport
 from unisono.distributed.backends.operations_test import require_operations
-from unisono.distributed.encrypted import peer_connections
-from unisono.distributed.encrypted.message_loop import LOOP
+from unisono.distributed.connections import door, pairwise
+from unisono.distributed.connections.message_loop import LOOP
 from unisono.distributed.init import join_process_group
 from unisono.distributed.process_group import Message, ProcessGroup, wait_for
 from unisono.environment import World
@@ -29,16 +31,19 @@ TLS = SecureSettings(transport="tls")
 
 def as_hosts() -> None:
     """Let each process count as a host of its own."""
-    peer_connections.PeerAddress.is_here = lambda self: False  # type: ignore[method-assign]
+    door.PeerAddress.is_here = lambda self: False  # type: ignore[method-assign]
 
 
-def in_group(world: World, body: Callable[[ProcessGroup], Any], apart: bool) -> Any:
+def in_group(
+    world: World, body: Callable[[ProcessGroup], Any], apart: bool, backend: str = "tls", few: int = 16
+) -> Any:
     if apart:
         as_hosts()
-    with join_process_group(world, secure=TLS) as group:
-        assert group.backend == "tls"
+    pairwise.FEW = few
+    with join_process_group(world, backend=backend, secure=TLS if backend == "tls" else SecureSettings()) as group:
+        assert group.backend == backend
         kinds = {type(stream.socket).__name__ for stream in LOOP._streams}
-        assert kinds == ({"SSLSocket"} if apart else {"socket"})
+        assert kinds == ({"SSLSocket"} if apart and backend == "tls" else {"socket"})
         return body(group)
 
 
@@ -106,13 +111,80 @@ def messages(group: ProcessGroup) -> None:
 
 def relied_on(group: ProcessGroup) -> None:
     world = World(rank=group.rank, size=group.size)
-    require_operations(world, default_store(), torch.device("cpu"), Transport("tls", staged=False))
+    require_operations(world, default_store(), torch.device("cpu"), Transport(group.backend, staged=False))
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["hosts", "one host"])
 @pytest.mark.parametrize("body", [collectives, messages, relied_on])
 def test_operations_are_right(body: Callable[[ProcessGroup], Any], apart: bool) -> None:
     run_ranks(partial(in_group, body=body, apart=apart), 3)
+
+
+@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("backend", ["tcp", "tls"])
+def test_operations_of_many_processes_are_right(size: int, backend: str) -> None:
+    """Processes connect when they communicate, and small collectives have log2(W) rounds."""
+    run_ranks(partial(in_group, body=collectives, apart=True, backend=backend, few=2), size)
+    run_ranks(partial(in_group, body=messages, apart=size == 5, backend=backend, few=2), size)
+
+
+def connections(group: ProcessGroup) -> tuple[int, int, int]:
+    """Return the number of connections after small collectives, and after a message between two others."""
+    dist.barrier()
+    value = torch.zeros(3)
+    for root in range(group.size):
+        dist.broadcast(value, src=root)
+        dist.reduce(value, dst=root)
+    gathered = group.all_gather_object({"rank": group.rank})
+    assert gathered == [{"rank": rank} for rank in range(group.size)]
+    before = len(LOOP._streams)
+    other = {0: 7, 7: 0}.get(group.rank)
+    if other is not None:
+        sent, got = torch.full((5,), float(group.rank)), torch.empty(5)
+        wait_for(group.send_and_receive([Message(sent, other)], [Message(got, other)]))
+        assert got.tolist() == [float(other)] * 5
+    after = len(LOOP._streams)
+    dist.barrier()
+    return before, after, group.size
+
+
+@pytest.mark.parametrize("backend", ["tcp", "tls"])
+def test_processes_connect_when_they_first_communicate(backend: str) -> None:
+    counts = run_ranks(partial(in_group, body=connections, apart=True, backend=backend, few=2), 8)
+    assert counts == [(3, 3 + (rank in (0, 7)), 8) for rank in range(8)]
+
+
+def unconnected(group: ProcessGroup, dies: int) -> None:
+    """Wait for a process that dies before the two are connected. The exit status is the seconds of the wait."""
+    group.barrier()
+    if group.rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank != 7 - dies:
+        time.sleep(20.0)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        wait_for(group.send_and_receive([], [Message(torch.empty(5), dies)]))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        wait_for(group.send_and_receive([Message(torch.empty(5_000_000), dies)], []))
+    os._exit(1 + int(time.monotonic() - began))
+
+
+def status_in_child(world: World, body: Callable[[ProcessGroup], Any], apart: bool) -> int:
+    """Return the exit status of a forked process that is the rank."""
+    child = os.fork()
+    if not child:
+        in_group(world, body, apart, "tcp", few=2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["hosts", "one host"])
+@pytest.mark.parametrize("dies", [0, 7])
+def test_a_peer_that_dies_unconnected_fails_what_waits_for_it(dies: int, apart: bool) -> None:
+    statuses = run_ranks(partial(status_in_child, body=partial(unconnected, dies=dies), apart=apart), 8)
+    assert statuses[dies] == -signal.SIGKILL
+    assert 1 <= statuses[7 - dies] <= 12  # seconds: a dead process refuses, so there is no need to wait for its host
+    assert sum(status == 0 for status in statuses) == 6
 
 
 def wrapped(group: ProcessGroup) -> Any:

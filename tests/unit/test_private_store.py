@@ -17,8 +17,8 @@ import pytest
 
 from tests.authority import Authority
 from unisono.config.schema import SecureSettings
-from unisono.distributed.encrypted import private_store
-from unisono.distributed.encrypted.private_store import PURPOSE, StoreServer, enter_store
+from unisono.distributed.connections import private_store
+from unisono.distributed.connections.private_store import PURPOSE, StoreServer, enter_store
 from unisono.distributed.rendezvous.own_port import listen
 from unisono.distributed.rendezvous.store import RendezvousStore
 from unisono.environment import World

@@ -198,7 +198,7 @@ def _transport_rows() -> Iterator[Conflict]:
     )
     yield Conflict(
         is_("secure.transport", "tls", instead="plain"),
-        Condition("backend", lambda value: value not in ("auto", "gloo"), "auto"),
+        Condition("backend", lambda value: value not in ("auto", "gloo", "tcp"), "auto"),
         "Only the back end that Unisono brings encrypts, and it sends from the CPU.",
         changes=("backend=auto", "secure.transport=plain"),
     )

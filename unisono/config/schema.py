@@ -331,7 +331,7 @@ class Settings:
     )
     backend: str = setting(
         "auto",
-        "torch's back end for messages: auto (by the device), gloo, nccl, ucc, mpi, or one that the script registered; "
+        "back end for messages: auto (by the device), gloo, nccl, ucc, mpi, tcp, or one that the script registered; "
         "under tree and wide none of them changes bits",
     )
     threads: int = result_setting(1, "torch.set_num_threads in each process", Range(1))

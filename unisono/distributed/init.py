@@ -20,9 +20,10 @@ import torch.distributed as dist
 from unisono.config.schema import SecureSettings
 from unisono.config.wording import plural
 from unisono.distributed import existing_group
-from unisono.distributed.backends.backend_choice import AUTO, RELIED_ON, choose_transport
+from unisono.distributed.backends.backend_choice import AUTO, RELIED_ON, Transport, choose_transport
 from unisono.distributed.backends.operations_test import require_operations
-from unisono.distributed.encrypted.private_store import private_store
+from unisono.distributed.connections.collective_group import TCP, register
+from unisono.distributed.connections.private_store import private_store
 from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.membership import SCHEME, Membership
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS
@@ -183,7 +184,7 @@ def join_fixed(world: World, backend: str, secure: SecureSettings) -> Iterator[P
             store = private_store(world, secure, store)
         device = choose_device(world, find_device_index(world, store) if world.foreign else world.device_index)
         mixed = not same_everywhere(store, world.size, device_kind(device))
-    transport = choose_transport(backend, device, staged=mixed or shares_devices(world), encrypted=encrypted)
+    transport = _choose_transport(world, backend, device, mixed=mixed, encrypted=encrypted)
     require_own_host_name(world, transport.backend)
     if world.store == existing_group.EXISTING:
         existing_group.use_group(torch.device("cpu") if transport.staged else device, transport.backend)
@@ -198,6 +199,16 @@ def join_fixed(world: World, backend: str, secure: SecureSettings) -> Iterator[P
         joined.barrier()
         if world.store != existing_group.EXISTING:
             dist.destroy_process_group()
+
+
+def _choose_transport(world: World, backend: str, device: torch.device, *, mixed: bool, encrypted: bool) -> Transport:
+    """Return the way of messages. torch can make groups for it from then on, except with TLS (private_store.py)."""
+    size = 1 if world.store == existing_group.EXISTING else world.size  # the script's group is what it is
+    staged = mixed or shares_devices(world)
+    transport = choose_transport(backend, device, size, staged=staged, encrypted=encrypted)
+    if transport.backend == TCP:
+        register(world.host)
+    return transport
 
 
 EXIT_SECONDS = 30.0
@@ -227,7 +238,7 @@ def join_elastic(world: World, *, divided: bool, backend: str, secure: SecureSet
     device = choose_device(world, world.device_index)
     mixed = 0 < world.cpu_ranks < world.size and torch.accelerator.is_available()
     encrypted = secure.transport == "tls"
-    transport = choose_transport(backend, device, staged=mixed or shares_devices(world), encrypted=encrypted)
+    transport = _choose_transport(world, backend, device, mixed=mixed, encrypted=encrypted)
     membership = Membership(world, transport.backend)
     if encrypted:
         private_store(world, secure, membership.store)

@@ -244,8 +244,8 @@ class ProcessGroup:
 
     @property
     def on_gloo(self) -> bool:
-        """Whether messages are sent by gloo, or by our own back end with TLS: these have tags."""
-        if self.backend not in ("gloo", "tls") or self.comm_device.type != "cpu":
+        """Whether messages are sent by gloo, or by our own back ends: these have tags."""
+        if self.backend not in ("gloo", "tcp", "tls") or self.comm_device.type != "cpu":
             return False
         return self.monitor is None or not self.monitor.async_errors
 

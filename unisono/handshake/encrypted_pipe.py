@@ -3,7 +3,7 @@
     code --plain socket--> |thread of the pipe| --TLS over TCP--> |thread of the pipe| --plain socket--> code
 
 The copy costs processor time, so it is for messages that are small or rare. The messages of a process group have a
-thread of their own (distributed/encrypted/message_loop.py).
+thread of their own (distributed/connections/message_loop.py).
 """
 
 from __future__ import annotations

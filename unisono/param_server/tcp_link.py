@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from unisono.distributed.backends.backend_choice import TLS
-from unisono.distributed.encrypted.tls_group import own_credentials
+from unisono.distributed.connections.collective_group import own_credentials
 from unisono.distributed.process_group import ProcessGroup
 from unisono.distributed.rendezvous.own_port import listen, own_addresses
 from unisono.errors import WorldError

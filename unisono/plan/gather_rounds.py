@@ -1,5 +1,7 @@
 """An all-gather in log2(n) rounds: in each one a process sends all blocks that it has to one other process.
 
+A scatter takes as many rounds: the root sends half of the blocks to one process, then both halve what they have.
+
 A power of two of processes double what they have with a partner. Others pass blocks around a ring, from the process
 1, 2, 4, ... places further (Bruck et al., Efficient Algorithms for All-to-All Communications in Multiport
 Message-Passing Systems, 1997):
@@ -65,4 +67,31 @@ def gather_rounds(place: int, count: int) -> list[GatherRound]:
             sent, received = (Blocks(each // distance * distance, distance, count) for each in (place, source))
         found.append(GatherRound(to, sent, source, received))
         distance *= 2
+    return found
+
+
+class ScatterRound(NamedTuple):
+    """One round of a process in which it takes part.
+
+    Attributes:
+        peer: The process with which it communicates.
+        blocks: The blocks that move.
+        sends: Whether this process sends them.
+    """
+
+    peer: int
+    blocks: range
+    sends: bool
+
+
+def scatter_rounds(place: int, count: int) -> list[ScatterRound]:
+    """Return the rounds in which process 0 of `count` gives each its block; in reverse, those of a gather."""
+    found = []
+    for bit in reversed(range((count - 1).bit_length())):
+        distance = 1 << bit
+        if place % (2 * distance) == 0 and place + distance < count:
+            blocks = range(place + distance, min(place + 2 * distance, count))
+            found.append(ScatterRound(place + distance, blocks, True))
+        elif place % (2 * distance) == distance:
+            found.append(ScatterRound(place - distance, range(place, min(place + distance, count)), False))
     return found

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.config import CommandLine
+from unisono.distributed.connections.collective_group import TCP, TLS
 from unisono.errors import Problem, WorldError
 
 AUTO = "auto"
@@ -23,19 +24,19 @@ AUTO = "auto"
 BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")
 """The back ends that torch may have been built with."""
 
-TLS = "tls"
-"""Our own back end (distributed/encrypted), for secure.transport=tls."""
+OWN = (TCP, TLS)
+"""Our own back ends (distributed/connections): for many processes, and for secure.transport=tls."""
 
-TAGGED = ("gloo", TLS)
+TAGGED = ("gloo", *OWN)
 """Back ends whose messages have tags, and whose operations fail when a peer is lost."""
 
-RELIED_ON = ("gloo", "nccl", "xccl", TLS)
+RELIED_ON = ("gloo", "nccl", "xccl", *OWN)
 """The back ends whose operations are not tested when a run begins (operations_test.py)."""
 
-NOT_CHOSEN = ("undefined", "fake", TLS)
-"""Names in torch's list that the setting cannot have: two that send nothing, and the one of secure.transport=tls."""
+NOT_OF_TORCH = ("undefined", "fake", *OWN)
+"""Names in torch's list that are no back ends of torch or of the script: two that send nothing, and our own."""
 
-HOST_MEMORY = ("gloo", "mpi")
+HOST_MEMORY = ("gloo", "mpi", TCP)
 """Back ends whose messages are staged on the CPU. MPI takes tensors of a device only where it was built for that."""
 
 
@@ -51,19 +52,24 @@ class Transport(NamedTuple):
     staged: bool
 
 
-def choose_transport(name: str, device: torch.device, *, staged: bool, encrypted: bool = False) -> Transport:
+MANY = 64
+"""From so many processes on, those that send from the CPU connect when they first communicate."""
+
+
+def choose_transport(name: str, device: torch.device, size: int, *, staged: bool, encrypted: bool = False) -> Transport:
     """Return the back end for the processes of a run.
 
     Args:
         name: the value of the setting.
         device: the device on which this process computes.
+        size: the number of processes.
         staged: whether messages have to be staged on the CPU, because the devices have no back end in common.
         encrypted: whether messages between hosts are encrypted.
 
     Raises:
         WorldError: the back end does not send from the CPU, and messages have to; or it cannot encrypt.
     """
-    if encrypted and (staged or device.type == "cpu" or name == "gloo"):
+    if encrypted and (staged or device.type == "cpu" or name in HOST_MEMORY):
         return Transport(TLS, staged=staged or device.type != "cpu")
     if encrypted:
         raise WorldError(
@@ -73,7 +79,10 @@ def choose_transport(name: str, device: torch.device, *, staged: bool, encrypted
             "--set secure.transport=plain in an encrypted network; or --set backend=gloo, which sends from the CPU",
         )
     if name == AUTO:
-        return Transport("gloo" if staged else dist.get_default_backend_for_device(device), staged)
+        chosen = "gloo" if staged else dist.get_default_backend_for_device(device)
+        return Transport(TCP if chosen == "gloo" and size >= MANY else chosen, staged)
+    if name == TCP:
+        return Transport(TCP, staged=staged or device.type != "cpu")
     able = dist.Backend.backend_capability.get(name, [])
     if not staged and name not in HOST_MEMORY and device.type in able:
         return Transport(name, staged=False)
@@ -88,7 +97,7 @@ def choose_transport(name: str, device: torch.device, *, staged: bool, encrypted
 
 def available_backends() -> list[str]:
     """Return the back ends that this torch has, and those that the script has registered."""
-    names = [name for name in dist.Backend.backend_list if name not in NOT_CHOSEN]
+    names = [name for name in dist.Backend.backend_list if name not in NOT_OF_TORCH]
     return [name for name in names if name not in BUILT_IN or dist.is_backend_available(name)]
 
 
@@ -99,10 +108,11 @@ def backend_problems(name: str, line: CommandLine) -> list[Problem]:
         name: the value of the setting.
         line: the typed command, for messages.
     """
-    if name == AUTO:
+    if name in (AUTO, TCP):
         return []
     names = available_backends()
     have = f"This torch ({torch.__version__}) has {', '.join(name for name in names if name in BUILT_IN) or 'none'}"
+    have += f", Unisono has {TCP}"
     own = [other for other in names if other not in BUILT_IN]
     have += f", and the script has registered {', '.join(own)}." if own else "."
     plain = line.setting("backend=auto")

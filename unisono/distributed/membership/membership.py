@@ -21,6 +21,8 @@ large message that is half written. No thread that is needed waits for these (wa
 ways to hang. So leaving and connecting have a time limit (regroup_timeout.py): a process that hangs counts as dead, and
 the others continue without it.
 
+Our own back ends (distributed/connections) end their operations themselves, and drop none.
+
 The back end of an accelerator has no sockets to shut down, and needs none: its waiters poll for losses (waiting.py),
 and the remaining work on the device is aborted when the process leaves the group.
 
@@ -47,7 +49,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unisono.distributed.backends.backend_choice import TAGGED
+from unisono.distributed.backends.backend_choice import OWN, TAGGED
+from unisono.distributed.connections.peer_connections import fail_all
 from unisono.distributed.link_rates import find_links
 from unisono.distributed.membership.heartbeats import Heartbeats
 from unisono.distributed.membership.regroup_timeout import FORM_SECONDS, RegroupTimeout
@@ -55,7 +58,7 @@ from unisono.distributed.membership.waiting import GlooWork, NcclWork, SendThrea
 from unisono.distributed.process_group import TIMEOUT, ProcessGroup, SendWork, Work
 from unisono.distributed.rendezvous.connect import connect, first_timeout, leave_group
 from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT, open_sockets
-from unisono.distributed.rendezvous.store import RendezvousStore
+from unisono.distributed.rendezvous.store import LOST_PEER, RendezvousStore
 from unisono.distributed.shared_memory import find_neighbors
 from unisono.environment import World
 from unisono.errors import PeerLostError, RunStopped, WorldError, is_connection_error
@@ -170,8 +173,11 @@ class Membership:
             self._released.set()
 
     def _abort_sockets(self) -> None:
-        """Shut down the sockets of the current groups for reading, so that every operation that waits on them fails."""
+        """Let every operation of the current groups fail: gloo's when their sockets are shut down for reading."""
         if self.async_errors:
+            return
+        if self.backend in OWN:
+            fail_all(LOST_PEER)
             return
         with self._sockets_lock:
             for name, descriptor in open_sockets().items():

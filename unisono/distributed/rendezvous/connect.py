@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from unisono.distributed.backends.backend_choice import OWN
 from unisono.distributed.process_group import TIMEOUT
 from unisono.errors import WorldError
 from unisono.torch_compat.process_groups import abort_default_group, set_group_count, set_timeout
@@ -34,7 +35,7 @@ not for an address in the store."""
 TIMED = ("gloo", "nccl")
 """Back ends whose timeout torch can change after connecting. Another one keeps the timeout with which it was made."""
 
-CONNECT_IN_TIME = (*TIMED, "tls")
+CONNECT_IN_TIME = (*TIMED, *OWN)
 """Back ends whose first timeout limits connecting alone. Ours uses it for nothing else."""
 
 ATTEMPTS = 5

@@ -24,7 +24,7 @@ LOST_PEER = "Connection closed by peer: a process of the run is gone"
 
 
 class RendezvousStore(dist.Store):
-    """One connection to the rendezvous server, or to a private store (distributed/encrypted/private_store.py).
+    """One connection to the rendezvous server, or to a private store (distributed/connections/private_store.py).
 
     Args:
         connection: the connection.

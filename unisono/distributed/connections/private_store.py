@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from unisono.config.schema import SecureSettings
 from unisono.distributed import existing_group
-from unisono.distributed.encrypted.choose_credentials import choose_credentials, choose_secret, is_private
-from unisono.distributed.encrypted.peer_connections import TRY_SECONDS, certificate_error, plain
-from unisono.distributed.encrypted.tls_group import register
+from unisono.distributed.connections.choose_credentials import choose_credentials, choose_secret, is_private
+from unisono.distributed.connections.collective_group import register
+from unisono.distributed.connections.peer_connections import TRY_SECONDS, certificate_error, plain
 from unisono.distributed.process_group import TIMEOUT
 from unisono.distributed.rendezvous.own_port import listen, own_addresses
 from unisono.distributed.rendezvous.store import RendezvousStore
@@ -72,7 +72,7 @@ def private_store(world: World, secure: SecureSettings, store: dist.Store) -> di
         )
     make = partial(choose_credentials, world, secure, store)
     credentials = make()
-    register(make, world.host)
+    register(world.host, make)
     if is_private(world):
         return store
     secret = RunSecret() if secure.ca else RunSecret(choose_secret(world, secure, store).derive(b"store"))

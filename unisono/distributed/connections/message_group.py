@@ -1,27 +1,24 @@
 """A process group of torch over connections of our own: its messages, and a thread for collectives.
 
-tls_group.py has the collectives.
+collective_group.py has the collectives.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unisono.distributed.encrypted.message_loop import LOOP
-from unisono.distributed.encrypted.peer_connections import connect_peers
-from unisono.distributed.encrypted.peer_stream import Transfer
+from unisono.distributed.connections.message_loop import LOOP
+from unisono.distributed.connections.pairwise import Tensors
+from unisono.distributed.connections.peer_connections import Identity, PeerConnections
+from unisono.distributed.connections.peer_stream import Transfer
 from unisono.distributed.process_group import TIMEOUT
-from unisono.handshake.certificates import Credentials
-
-NAME = "tls"
-"""The name of the back end."""
 
 CONNECT_RELAXATION = 5
 """Connecting may take this many times the timeout with which a group is made, as with gloo."""
@@ -33,14 +30,14 @@ FIRST_TAG = -1
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU. Raises RuntimeError for another one."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise RuntimeError(f"The back end tls sends dense tensors on the CPU, not {tensor.layout} on {tensor.device}")
+        raise RuntimeError(f"This back end sends dense tensors on the CPU, not {tensor.layout} on {tensor.device}")
     if not tensor.is_contiguous():
-        raise RuntimeError("The back end tls needs contiguous tensors")
+        raise RuntimeError("This back end needs contiguous tensors")
     flat = tensor.detach().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(bytearray())
 
 
-class TlsWork(dist.Work):
+class MessageWork(dist.Work):
     """An operation in progress. Errors are raised by `wait`."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
@@ -100,13 +97,11 @@ class MessageGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, credentials: Credentials, host: str
+        self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, identity: Identity
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self.place, self.count = rank, size
-        limit = CONNECT_RELAXATION * timeout
-        self._streams = connect_peers(store, rank, size, limit, credentials, host) if size > 1 else {}
-        LOOP.add(self._streams.values())
+        self.place, self.count, self._name = rank, size, name
+        self._peers = PeerConnections(store, rank, size, CONNECT_RELAXATION * timeout, identity)
         self._tag = FIRST_TAG
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -115,7 +110,7 @@ class MessageGroup(dist.ProcessGroup):
     # -- torch's properties of a group
 
     def getBackendName(self) -> str:
-        return NAME
+        return self._name
 
     def _set_group_name(self, name: Any) -> None:
         self._called = name
@@ -133,42 +128,42 @@ class MessageGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Close all connections. Operations in progress fail."""
         self._queue.put(None)
-        LOOP.close(self._streams.values())
+        self._peers.close()
 
     def abort(self) -> None:
         self.shutdown()
 
     # -- messages
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TlsWork:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MessageWork:
         return self._message(LOOP.send, tensors[0], rank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> TlsWork:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> MessageWork:
         return self._message(LOOP.receive, tensors[0], rank, tag)
 
-    def _message(self, begin: Callable[..., None], tensor: torch.Tensor, rank: int, tag: int) -> TlsWork:
-        work, transfer = TlsWork([tensor]), Transfer(bytes_of(tensor), tensor)
+    def _message(self, begin: Callable[..., None], tensor: torch.Tensor, rank: int, tag: int) -> MessageWork:
+        work, transfer = MessageWork([tensor]), Transfer(bytes_of(tensor), tensor)
         transfer.then = lambda: work.end(transfer.error)
-        begin(self._streams[rank], tag, transfer)
+        begin(self._peers.stream(rank), tag, transfer)
         return work
 
     # -- collectives
 
-    def trade(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+    def trade(self, sends: Tensors, receives: Tensors) -> None:
         """Exchange messages as one phase of a collective. Called in the thread of the group."""
         tag, self._tag = self._tag, self._tag - 1
         transfers = []
         for begin, tensors in ((LOOP.receive, receives), (LOOP.send, sends)):
-            for rank, tensor in tensors.items():
+            for rank, tensor in tensors:
                 if tensor.numel():
                     transfers.append(Transfer(bytes_of(tensor), tensor))
-                    begin(self._streams[rank], tag, transfers[-1])
+                    begin(self._peers.stream(rank), tag, transfers[-1])
         for transfer in transfers:
             transfer.wait(TIMEOUT)
 
-    def _run(self, results: Sequence[torch.Tensor], *bodies: Callable[[], None]) -> TlsWork:
+    def _run(self, results: Sequence[torch.Tensor], *bodies: Callable[[], None]) -> MessageWork:
         """Run the parts of a collective after the collectives before it."""
-        work = TlsWork(results)
+        work = MessageWork(results)
 
         def run() -> None:
             error: RuntimeError | None = None
@@ -178,7 +173,7 @@ class MessageGroup(dist.ProcessGroup):
                         body()
             except RuntimeError as caught:
                 error = caught
-                LOOP.fail(self._streams.values(), str(caught))
+                self._peers.fail(str(caught))
             work.end(error)
 
         if self._thread is None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import socket
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from unisono.distributed.encrypted.peer_stream import CLOSED, PeerStream, Transfer
+from unisono.distributed.connections.peer_stream import CLOSED, PeerStream, Transfer
 
 CLOSE_SECONDS = 10.0
 """Time limit for closing connections, which takes no time unless the thread is starved."""
@@ -29,6 +30,7 @@ class MessageLoop:
     def __init__(self) -> None:
         self._requests: deque[Callable[[], None]] = deque()
         self._streams: weakref.WeakSet[PeerStream] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._unread: set[PeerStream] = set()  # streams with more to read than the kernel knows of
         self._selector: selectors.BaseSelector | None = None
         self._wake_end = self._wake_begin = -1
@@ -38,31 +40,38 @@ class MessageLoop:
 
     def _disconnect_fork(self) -> None:
         """Close everything in a forked child (a loader worker): peers must notice the end of its parent."""
-        for stream in self._streams:
-            stream.socket.close()
+        for connection in (*self._listeners, *(stream.socket for stream in self._streams)):
+            if connection is not None:
+                connection.close()
         if self._selector is not None:
             self._selector.close()
             os.close(self._wake_end)
             os.close(self._wake_begin)
         self._selector, self._lock, self._awake = None, threading.Lock(), False
-        self._streams = weakref.WeakSet()
+        self._streams, self._listeners = weakref.WeakSet(), weakref.WeakSet()
         self._requests.clear()
         self._unread.clear()
 
     # -- for other threads
 
     def add(self, streams: Iterable[PeerStream]) -> None:
-        """Serve these streams from now on."""
+        """Serve these streams from now on. They may have no connection yet."""
         with self._lock:
             if self._selector is None:
                 self._selector = selectors.DefaultSelector()
                 self._wake_end, self._wake_begin = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
                 self._selector.register(self._wake_end, READ)
                 threading.Thread(target=self._run, args=(self._selector,), name="messages", daemon=True).start()
-        served = list(streams)
-        self._streams.update(served)
-        for stream in served:
-            self._request(partial(self._progress, stream))
+        self._streams.update(streams)
+
+    def close_in_forks(self, listeners: Iterable[socket.socket]) -> None:
+        """Close these sockets in forked children as well: the port of a process that has ended must not answer."""
+        self._listeners.update(listeners)
+
+    def attach(self, stream: PeerStream, connection: socket.socket) -> None:
+        """Give a stream its connection, which belongs to the stream from now on."""
+        read = partial(self._read, stream)
+        self._request(partial(self._progress, stream, partial(stream.attach, connection), stream.write, read))
 
     def send(self, stream: PeerStream, tag: int, transfer: Transfer) -> None:
         """Start to send a message."""
@@ -127,23 +136,25 @@ class MessageLoop:
 
     def _update(self, stream: PeerStream) -> None:
         """Wait for what this stream needs; stop serving it if it has failed."""
-        selector = self._selector
+        selector, connection = self._selector, stream.socket
+        if connection is None:
+            return
         assert selector is not None
-        known = selector.get_map().get(stream.socket) if stream.socket.fileno() >= 0 else None
+        known = selector.get_map().get(connection) if connection.fileno() >= 0 else None
         if stream.error is not None:
             self._unread.discard(stream)
             if known is not None:
-                selector.unregister(stream.socket)
-            stream.socket.close()
+                selector.unregister(connection)
+            connection.close()
             return
         events = READ * stream.wants_read | WRITE * stream.wants_write
         if known is None:
             if events:
-                selector.register(stream.socket, events, stream)
+                selector.register(connection, events, stream)
         elif not events:
-            selector.unregister(stream.socket)
+            selector.unregister(connection)
         elif known.events != events:
-            selector.modify(stream.socket, events, stream)
+            selector.modify(connection, events, stream)
 
 
 LOOP = MessageLoop()

@@ -1,5 +1,7 @@
 """The messages between this process and one other, over one connection that does not block.
 
+Messages may be sent and expected before there is a connection: they wait here.
+
     | 8 bytes: tag | 8 bytes: size | size bytes |
 
 Messages with one tag arrive in the order in which they were sent, and messages with different tags may overtake each
@@ -75,13 +77,16 @@ class PeerStream:
     """The connection to one other process.
 
     Args:
-        connection: a socket, or one with TLS. It belongs to this object from now on.
         peer: the other process, for errors: "rank 3 on host b".
+
+    Attributes:
+        socket: a socket, or one with TLS; None before there is a connection.
+        error: why the connection has ended.
     """
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
-        connection.setblocking(False)
-        self.socket, self.peer = connection, peer
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.socket: socket.socket | None = None
         self.error: RuntimeError | None = None
         self._outgoing: deque[tuple[memoryview, Transfer | None]] = deque()
         self._header = memoryview(bytearray(HEADER.size))
@@ -138,18 +143,23 @@ class PeerStream:
 
     # -- progress
 
+    def attach(self, connection: socket.socket) -> None:
+        """Use a connection from now on. It belongs to this object."""
+        connection.setblocking(False)
+        self.socket = connection
+
     @property
     def wants_write(self) -> bool:
-        return bool(self._outgoing)
+        return bool(self._outgoing) and self.socket is not None
 
     @property
     def wants_read(self) -> bool:
-        return self.error is None and self._held is None
+        return self.error is None and self._held is None and self.socket is not None
 
     def write(self) -> None:
         """Send as much as fits."""
         sent = 0
-        while self._outgoing and sent < TURN_BYTES:
+        while self._outgoing and self.socket is not None and sent < TURN_BYTES:
             view, transfer = self._outgoing[0]
             try:
                 count = self.socket.send(view[:CHUNK_BYTES]) if view else 0
@@ -169,7 +179,7 @@ class PeerStream:
     def read(self) -> bool:
         """Receive what has arrived. Return whether more may be there without another event of the socket."""
         received = 0
-        while self.wants_read:
+        while self.wants_read and self.socket is not None:
             if received >= TURN_BYTES:
                 return True
             into = self._header if self._body is None else self._body

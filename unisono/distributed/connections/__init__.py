@@ -1,0 +1,1 @@
+"""Back ends of torch over connections of our own: Unix sockets within a host, TCP or TLS between hosts."""
