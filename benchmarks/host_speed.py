@@ -17,7 +17,8 @@ exchange=tree, and DistributedDataParallel as in exchange.py. The scenes:
     wide            two processes on each host: exchange=wide, which adds up the processes of a host first, and the
                     same with the all-reduce of gloo over all processes ("wide, library")
 
-    encrypted       one process on each host; ours with secure.transport=tls over ours
+    encrypted       one process on each host; ours with secure.transport=tls over ours ("encrypted"), and ours with
+                    backend=tcp, where connections are proved and not encrypted, over ours ("members")
 
 The figure is the time of DistributedDataParallel's step over ours, so our samples per second over its samples per
 second. The model is the GPT of exchange.py: 10.7 M parameters, 43 MB of gradient, 16 lines of 128 bytes a step.
@@ -46,8 +47,7 @@ from benchmarks.machine import parser, show
 from benchmarks.tasks import TASKS
 from benchmarks.turns import Comparison, LoopContext, LoopStep, Turns, measure, ours, run_loops, table
 from tests.network.hosts import ROOT, Host, hosts, missing
-from unisono.distributed.backends.backend_choice import TLS
-from unisono.distributed.connections.collective_group import register
+from unisono.distributed.connections.collective_group import TCP, TLS, register
 from unisono.environment import World, inherited
 from unisono.handshake.certificates import run_credentials
 from unisono.handshake.mutual_proof import RunSecret
@@ -96,7 +96,7 @@ SCENES = {
     "one slow host": Scene(1, cores=1 / 3, warm_up=20),  # by then virtual ranks have moved
     "one busy host": Scene(1, others=2, warm_up=20),
     "one slow link": Scene(1, hosts=4, slow_link=0.1, baselines={"DDP": "tree", "even": "tree"}),
-    "encrypted": Scene(1, baselines={"encrypted": "tree"}),
+    "encrypted": Scene(1, baselines={"encrypted": "tree", "members": "tree"}),
     "wide": Scene(2, baselines={"wide, library": "wide"}),
 }
 
@@ -105,10 +105,11 @@ def build_loop(context: LoopContext, loop: str) -> Iterator[LoopStep]:
     group, settings = context.group, context.settings
     if loop == "even":
         return ours(context, settings, replace(group, links=()), loop)
-    if loop == "encrypted":
+    if loop in ("encrypted", "members"):
+        register(context.world.host)
         register(context.world.host, partial(run_credentials, RunSecret(b"of this benchmark")))
-        handle = dist.new_group(backend=TLS)
-        return ours(context, settings, replace(group, handle=handle, backend=TLS), loop)
+        backend = TLS if loop == "encrypted" else TCP
+        return ours(context, settings, replace(group, handle=dist.new_group(backend=backend), backend=backend), loop)
     if loop.startswith("wide"):
         placed = group if loop == "wide" else replace(group, neighbors={}, hosts=())
         return ours(context, replace(settings, exchange="wide"), placed, loop)

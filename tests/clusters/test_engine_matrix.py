@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.clusters import ray_nodes
 from tests.clusters.engine_runs import EngineHosts, engine_hosts, missing
+from tests.network.test_encrypted_links import captured
 
 reason = missing()
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(reason), reason=reason)]
+
+RECORD = b"\x17\x03\x03"
+"""Begins a record with data of TLS (RFC 8446, section 5.1)."""
 
 ENGINES = ("ssh", "torchrun", "slurm", "kubernetes", *([] if ray_nodes.missing() else ["ray"]))
 LAYOUTS = [(hosts, processes) for hosts in (2, 3, 4) for processes in (1, 2, 3)]
@@ -31,6 +36,22 @@ def test_an_engine_has_the_bits_of_one_process(cluster: EngineHosts, engine: str
     found = cluster.result(name)
     assert found["weights_sha256"] == cluster.result("one")["weights_sha256"]
     assert (found["ranks"], found["promise"]) == (hosts * processes, "exact")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_s_processes_send_each_other_tls(cluster: EngineHosts, tmp_path: Path, engine: str) -> None:
+    (cluster.folder / "secret").write_text("4f1d" * 16)
+    (cluster.folder / "secret").chmod(0o600)
+    own = engine in ("ssh", "ray")  # their processes reach each other through a connection that is encrypted
+    words = ["--set", "secure.transport=tls", *([] if own else ["--set", "secure.secret_file=secret"])]
+    packets = tmp_path / "packets"
+    with captured(cluster.nodes[1], packets):
+        cluster.train(engine, *words, hosts=2, processes=2, run_dir=f"{engine}-tls")
+    found = cluster.result(f"{engine}-tls")
+    assert found["weights_sha256"] == cluster.result("one")["weights_sha256"]
+    assert (found["ranks"], found["promise"]) == (4, "exact")
+    if engine != "ray":  # whose nodes are on one host here
+        assert packets.read_bytes().count(RECORD) > found["steps"]
 
 
 @pytest.mark.parametrize("first", ENGINES)

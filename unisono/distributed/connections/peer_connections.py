@@ -17,47 +17,30 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from unisono.distributed.connections.door import GO, PURPOSE, RANK, Door, PeerAddress
+from unisono.distributed.connections.caller import Caller, Identity, certificate_error, plain, tuned
+from unisono.distributed.connections.door import GO, Door, PeerAddress
 from unisono.distributed.connections.message_loop import LOOP
 from unisono.distributed.connections.pairwise import partners
 from unisono.distributed.connections.peer_stream import CLOSED, PeerStream
 from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT, SILENCE_SECONDS
 from unisono.errors import WorldError
-from unisono.handshake.certificates import Credentials, describe, require_name
+from unisono.handshake.certificates import describe, require_name
 from unisono.handshake.encrypted_pipe import handshake
-from unisono.handshake.mutual_proof import PROOF_SECONDS, RunSecret, prove
-
-TRY_SECONDS = 3.0
-"""Time limit for reaching one of several addresses of a host, in seconds."""
+from unisono.handshake.mutual_proof import PROOF_SECONDS
 
 LATER_SECONDS = 60.0
 """Time limit for a connection that is opened when it is needed. Its process is alive, but may be starved."""
 
 PROBE_SECONDS = 5.0
 """Seconds between two attempts to reach the door of a process that something waits for."""
-
-
-class Identity(NamedTuple):
-    """Who this process is, for the others.
-
-    Attributes:
-        host: the name of its host.
-        credentials: its certificate, and what it demands of others; None: nothing is encrypted.
-    """
-
-    host: str
-    credentials: Credentials | None
 
 
 class PeerConnections:
@@ -77,6 +60,7 @@ class PeerConnections:
 
     def __init__(self, store: dist.Store, rank: int, size: int, limit: timedelta, identity: Identity) -> None:
         self._store, self._rank, self._identity = store, rank, identity
+        self._caller = Caller(rank, identity)
         self._streams: dict[int, PeerStream] = {}
         self._connected: set[int] = set()
         self._changed = threading.Condition()
@@ -101,7 +85,7 @@ class PeerConnections:
         for peer in partners:
             if peer < self._rank:
                 address = self._address_of(peer)
-                self._attach(peer, self._connect(address, peer, self._until), address.name(peer))
+                self._attach(peer, self._caller.connect(address, peer, self._until, self._is_over), address.name(peer))
         with self._changed:
             over = lambda: self._connected >= {*partners} or self._refusal is not None  # noqa: E731
             self._changed.wait_for(over, max(self._until - time.monotonic(), 0.0))
@@ -135,23 +119,29 @@ class PeerConnections:
 
     def _open(self, peer: int) -> PeerStream:
         address = self._address_of(peer)
-        stream = self._stream_of(peer, address.name(peer))
-        body = self._connect_later if peer < self._rank else self._watch
-        threading.Thread(target=body, args=(peer, stream, address), name="connect", daemon=True).start()
+        with self._changed:
+            is_new = peer not in self._streams
+            stream = self._stream_of(peer, address.name(peer))
+        if is_new:
+            body = self._connect_later if peer < self._rank else self._watch
+            threading.Thread(target=body, args=(peer, stream, address), name="connect", daemon=True).start()
         return stream
 
     def _stream_of(self, peer: int, name: str) -> PeerStream:
-        with self._changed:
-            if peer not in self._streams:
-                self._streams[peer] = stream = PeerStream(name)
-                LOOP.add([stream])
-                if self._error:
-                    LOOP.fail([stream], self._error)
-            return self._streams[peer]
+        """Return the stream of a process, which is made if there is none. The caller has the lock."""
+        if peer not in self._streams:
+            self._streams[peer] = stream = PeerStream(name)
+            LOOP.add([stream])
+            if self._error:
+                LOOP.fail([stream], self._error)
+        return self._streams[peer]
+
+    def _is_over(self) -> bool:
+        return bool(self._error)
 
     def _attach(self, peer: int, connection: socket.socket, name: str) -> None:
-        stream = self._stream_of(peer, name)
         with self._changed:
+            stream = self._stream_of(peer, name)
             is_first = peer not in self._connected and not self._error
             if is_first:
                 self._connected.add(peer)
@@ -200,7 +190,7 @@ class PeerConnections:
             accepted.settimeout(seconds)
         if accepted.recv(1) != GO:
             raise ConnectionResetError("the other end has closed the connection")
-        return _tuned(accepted)
+        return tuned(accepted)
 
     def _refuse(self, peer: int, error: Exception) -> None:
         with self._changed:
@@ -211,54 +201,11 @@ class PeerConnections:
 
     # -- the end that connects
 
-    def _connect(self, address: PeerAddress, peer: int, until: float) -> socket.socket:
-        """Connect to a process. Raises RuntimeError or WorldError."""
-        if address.is_here():
-            return self._connect_here(address, max(until - time.monotonic(), 0.001))
-        reason = "it has no address"
-        while time.monotonic() < until and not self._error:
-            for each in address.addresses:
-                try:
-                    return self._connect_to(each, address, peer, until)
-                except OSError as error:
-                    if (text := describe(error, address.name(peer))) is not None:
-                        raise certificate_error(text) from None
-                    reason = f"{each}, port {address.port}: {error}"
-            time.sleep(0.05)
-        raise RuntimeError(f"Timed out waiting for {address.name(peer)}: {reason}")
-
-    def _connect_here(self, address: PeerAddress, seconds: float) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connection.settimeout(seconds)
-            connection.connect(address.path)
-            connection.sendall(RANK.pack(self._rank) + bytes.fromhex(address.token))
-        except OSError as error:
-            connection.close()
-            raise RuntimeError(f"{error.strerror or error}. {CLOSED}") from error
-        return connection
-
-    def _connect_to(self, at: str, address: PeerAddress, peer: int, until: float) -> socket.socket:
-        """Connect to one address of a process. Raises OSError or WorldError."""
-        left = max(until - time.monotonic(), 0.001)
-        connection = socket.create_connection((at, address.port), timeout=min(TRY_SECONDS, left))
-        credentials = self._identity.credentials
-        try:
-            prove(connection, RunSecret.from_hex(address.token), PURPOSE, self._rank, min(PROOF_SECONDS, left))
-            if credentials is not None:
-                limit = max(until - time.monotonic(), 0.001)
-                connection = secured = handshake(connection, credentials, listens=False, seconds=limit)
-                require_name(credentials, secured, [address.host, at], address.name(peer))
-            connection.sendall(GO)
-        except BaseException:
-            connection.close()
-            raise
-        return _tuned(connection)
-
     def _connect_later(self, peer: int, stream: PeerStream, address: PeerAddress) -> None:
         """Connect to a process of lower rank that something waits for."""
         try:
-            self._attach(peer, self._connect(address, peer, time.monotonic() + LATER_SECONDS), address.name(peer))
+            connection = self._caller.connect(address, peer, time.monotonic() + LATER_SECONDS, self._is_over)
+            self._attach(peer, connection, address.name(peer))
         except (RuntimeError, WorldError) as error:
             LOOP.fail([stream], f"{str(error).splitlines()[0]} {CLOSED}")
         else:
@@ -273,7 +220,7 @@ class PeerConnections:
                 if self._changed.wait_for(over, PROBE_SECONDS):
                     return
             try:
-                self._probe(address)
+                self._caller.probe(address)
                 answered = time.monotonic()
             except (ConnectionRefusedError, FileNotFoundError) as error:
                 LOOP.fail([stream], f"{error.strerror}. {CLOSED}")
@@ -282,25 +229,6 @@ class PeerConnections:
                 if time.monotonic() - answered > SILENCE_SECONDS:
                     LOOP.fail([stream], f"{error.strerror or error}. {CLOSED}")
                     return
-
-    def _probe(self, address: PeerAddress) -> None:
-        """Connect to the door of a process as a member, and close the connection. Raises OSError if it is gone."""
-        if address.is_here():
-            with suppress(RuntimeError):
-                self._connect_here(address, TRY_SECONDS).close()
-                return
-            raise ConnectionRefusedError(0, "Connection refused")
-        error: OSError | None = None
-        for each in address.addresses:
-            try:
-                connection = socket.create_connection((each, address.port), timeout=TRY_SECONDS)
-            except OSError as caught:
-                error = error if isinstance(error, ConnectionRefusedError) else caught
-            else:
-                with connection, suppress(OSError):  # it is alive, even if it is too busy for a proof
-                    prove(connection, RunSecret.from_hex(address.token), PURPOSE, self._rank, TRY_SECONDS)
-                return
-        raise error or ConnectionRefusedError(0, "it has no address")
 
     def _limit_silence(self) -> None:
         """Watch the host at the other end of a connection that was opened after the group was made."""
@@ -320,20 +248,3 @@ def fail_all(reason: str) -> None:
 def _key(rank: int) -> str:
     """Return the key of a process's address. The rendezvous server answers with all keys of this form at once."""
     return f"tls//peers//0/{rank}"
-
-
-def plain(address: str) -> str:
-    """Return an IPv4 address as such that a socket for both versions has reported."""
-    return address.removeprefix("::ffff:")
-
-
-def certificate_error(text: str) -> WorldError:
-    """Return the error for what certificates.describe has said."""
-    error, _, facts = text.partition(": ")
-    do = "look at the dates and the issuer there: openssl x509 -noout -subject -issuer -dates -in FILE"
-    return WorldError(f"{error}.", f"{facts[:1].upper()}{facts[1:]}", do)
-
-
-def _tuned(connection: socket.socket | ssl.SSLSocket) -> socket.socket:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
