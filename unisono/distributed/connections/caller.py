@@ -19,6 +19,9 @@ from unisono.handshake.mutual_proof import PROOF_SECONDS, RunSecret, prove
 TRY_SECONDS = 3.0
 """Time limit for reaching one of several addresses of a host, in seconds."""
 
+REFUSALS = 3
+"""How often all addresses refuse before a process counts as gone. It listened before it had named them."""
+
 
 class Identity(NamedTuple):
     """Who this process is, for the others.
@@ -58,8 +61,8 @@ class Caller:
         """
         if address.is_here():
             return self._connect_here(address, max(until - time.monotonic(), 0.001))
-        reason = "it has no address"
-        while time.monotonic() < until and not is_over():
+        reason, refusals = "it has no address", 0
+        while time.monotonic() < until and not is_over() and refusals < REFUSALS * len(address.addresses):
             for each in address.addresses:
                 try:
                     return self._connect_to(each, address, peer, until)
@@ -67,8 +70,9 @@ class Caller:
                     if (text := describe(error, address.name(peer))) is not None:
                         raise certificate_error(text) from None
                     reason = f"{each}, port {address.port}: {error}"
+                    refusals = refusals + 1 if isinstance(error, ConnectionRefusedError) else 0
             time.sleep(0.05)
-        raise RuntimeError(f"Timed out waiting for {address.name(peer)}: {reason}")
+        raise RuntimeError(f"Cannot connect to {address.name(peer)}: {reason}")
 
     def _connect_here(self, address: PeerAddress, seconds: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from unisono.config.schema import SecureSettings
 from unisono.distributed import existing_group
+from unisono.distributed.connections.caller import TRY_SECONDS, certificate_error, plain
 from unisono.distributed.connections.choose_credentials import choose_credentials, choose_secret, is_private
 from unisono.distributed.connections.collective_group import register
-from unisono.distributed.connections.peer_connections import TRY_SECONDS, certificate_error, plain
 from unisono.distributed.process_group import TIMEOUT
 from unisono.distributed.rendezvous.own_port import listen, own_addresses
 from unisono.distributed.rendezvous.store import RendezvousStore
