@@ -39,7 +39,7 @@ EXCHANGES = 5
 PARAMETERS, ELEMENTS = 4, 2**18
 """The toy model: parameters of 1 MB."""
 
-RANKS = 64
+RANKS = 8
 """Of how many ranks of a plan the messages and peers are counted; the most is reported."""
 
 PLANS = [(1024, 1024), (4096, 1000), (16384, 16384), (16384, 12000), (65536, 16384)]

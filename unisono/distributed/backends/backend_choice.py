@@ -52,7 +52,7 @@ class Transport(NamedTuple):
     staged: bool
 
 
-MANY = 64
+MANY = 128
 """From so many processes on, those that send from the CPU connect when they first communicate."""
 
 
