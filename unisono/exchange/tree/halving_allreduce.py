@@ -10,47 +10,23 @@ a bucket, one bucket apart:
     .. K + G-1  send the totals that we have in the next round of gathering
     K + G       write the totals of our region to the memory of neighbors
 
-Partial sums are kept until totals are written: what arrives has memory of its own. A sum is used up to two stages after
-the round in which its parts arrive, so two buckets in turn use that memory. A bucket reaches a stage before a later
-bucket does, so that it is free again.
+Partial sums are kept until totals are written: what arrives has memory of its own (part_memory.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from unisono.distributed.process_group import Message, PreparedMessages, ProcessGroup, Work, wait_for
 from unisono.exchange.buckets import ALIGN, BucketLayout
 from unisono.exchange.gradient_accumulation import FlatGradient
+from unisono.exchange.tree.part_memory import Arrivals, HeldPart, PartMemory, pieces_of
 from unisono.exchange.tree.staged_allreduce import StagedAllReduce, add_in_order, routes_of
-from unisono.plan.halving import Halving, Merge, Operand, find_halving
+from unisono.plan.halving import Halving, find_halving
 from unisono.plan.reduction_tree import Node, Plan
-
-IN_TURN = 2
-"""Buckets that have memory for arriving parts at the same time."""
-
-
-class _Held(NamedTuple):
-    """The elements of a partial sum that this process keeps, from element `start` of the region on."""
-
-    start: int
-    values: torch.Tensor
-
-    def at(self, elements: slice) -> torch.Tensor:
-        """Return some of these elements, which are counted from the start of the region."""
-        return self.values[elements.start - self.start : elements.stop - self.start]
-
-
-class _Arrivals(NamedTuple):
-    """The memory of one addition: where the parts of its operands arrive. The sum is written to the first of these."""
-
-    left: _Held | None
-    right: _Held | None
-    total: _Held
 
 
 class HalvingAllReduce(StagedAllReduce):
@@ -64,7 +40,7 @@ class HalvingAllReduce(StagedAllReduce):
 
     def __init__(self, halving: Halving, layout: BucketLayout, group: ProcessGroup) -> None:
         super().__init__(halving.routes.plan, layout, group)
-        self._memory: dict[tuple[int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._parts = PartMemory(layout, group.rank)
         self._use(halving)
 
     def follow(self, plan: Plan) -> bool:
@@ -81,11 +57,8 @@ class HalvingAllReduce(StagedAllReduce):
         lengths = list(map(self.memory.chunk_length, range(len(self.layout.buckets))))
         self._rounds = [halving.rounds(length, ALIGN) for length in lengths]
         self._gathers = [halving.gather_totals(length, ALIGN) for length in lengths]
-        for number, b in enumerate(self.layout.buckets):
-            key = number % IN_TURN, b.dtype, b.device
-            needed = sum(self._elements(merge) for each in self._rounds[number] for merge in each.merges)
-            if key not in self._memory or self._memory[key].numel() < needed:
-                self._memory[key] = torch.empty(needed, dtype=b.dtype, device=b.device)
+        for bucket, rounds in enumerate(self._rounds):
+            self._parts.reserve(bucket, rounds)
         order, self._weight_rounds = halving.gather_weights()
         self._leaf_order = torch.tensor(order, dtype=torch.int64, device=self.group.device)
         self._ordered_weights = self.row.new_empty(len(order))
@@ -100,8 +73,8 @@ class HalvingAllReduce(StagedAllReduce):
 
     def _forget_works(self) -> None:
         self._works: list[list[Work]] = []  # of the latest stage of each bucket
-        self._held: list[dict[Node, _Held]] = []  # of each bucket: the partial sums that we keep a part of
-        self._arrivals: list[list[_Arrivals]] = []  # of each bucket: the additions of its latest round
+        self._held: list[dict[Node, HeldPart]] = []  # of each bucket: the partial sums that we keep a part of
+        self._arrivals: list[list[Arrivals]] = []  # of each bucket: the additions of its latest round
 
     def prepare(self, roots: Sequence[FlatGradient | None], result: FlatGradient) -> None:
         self.memory.offer(roots, result)
@@ -152,7 +125,7 @@ class HalvingAllReduce(StagedAllReduce):
         pairs, left, nodes = routes.on_host(routes.host)
         if self.halving.column:  # else we have no region
             add_in_order(terms, pairs)
-            self._held[bucket] = {node: _Held(0, terms[i]) for node, i in zip(nodes, left, strict=True)}
+            self._held[bucket] = {node: HeldPart(0, terms[i]) for node, i in zip(nodes, left, strict=True)}
         if self._carries_weights(bucket):
             torch.index_select(self.row, 0, self._leaf_order, out=self._ordered_weights)
         return self._prepare_round(bucket, 0)
@@ -162,7 +135,7 @@ class HalvingAllReduce(StagedAllReduce):
         held, rounds = self._held[bucket], self._rounds[bucket]
         sends = [Message(held[node].at(part.elements), part.rank) for node, part in rounds[k].sends]
         receives: list[Message] = []
-        self._arrivals[bucket] = list(self._take_memory(bucket, k))
+        self._arrivals[bucket] = list(self._parts.take(bucket, rounds, k))
         for merge, (left, right, _) in zip(rounds[k].merges, self._arrivals[bucket], strict=True):
             for operand, memory in ((merge.left, left), (merge.right, right)):
                 others = [part for part in operand.parts if part.rank != self.rank]
@@ -173,60 +146,14 @@ class HalvingAllReduce(StagedAllReduce):
             receives += [Message(self._ordered_weights[each], now.source) for each in now.received]
         return self.group.prepare_messages(sends, receives)
 
-    def _arrives(self, operand: Operand) -> bool:
-        """Return whether a part of this operand comes from another process."""
-        return any(part.rank != self.rank for part in operand.parts)
-
-    def _elements(self, merge: Merge) -> int:
-        """Return how many elements of memory an addition needs."""
-        times = self._arrives(merge.left) + self._arrives(merge.right)
-        return max(times, 1) * (merge.kept.stop - merge.kept.start)
-
-    def _take_memory(self, bucket: int, k: int) -> Iterator[_Arrivals]:
-        """Yield the memory of each addition of round k."""
-        info, rounds = self.layout.buckets[bucket], self._rounds[bucket]
-        memory = self._memory[bucket % IN_TURN, info.dtype, info.device]
-        first = sum(self._elements(merge) for each in rounds[:k] for merge in each.merges)
-        for merge in rounds[k].merges:
-            size, rows = merge.kept.stop - merge.kept.start, []
-            for _ in range(self._elements(merge) // size if size else 0):
-                rows.append(_Held(merge.kept.start, memory[first : first + size]))
-                first += size
-            total = rows[0] if rows else _Held(merge.kept.start, memory[:0])
-            left = rows.pop(0) if self._arrives(merge.left) else None
-            yield _Arrivals(left, rows.pop(0) if self._arrives(merge.right) else None, total)
-
     def _halve(self, bucket: int, k: int) -> None:
         """Add up what arrived in round k - 1, and start round k."""
         self._wait(bucket)
         for merge, arrivals in zip(self._rounds[bucket][k - 1].merges, self._arrivals[bucket], strict=True):
-            for elements, left, right in self._operands(bucket, merge, arrivals):
+            for elements, left, right in pieces_of(merge, self._held[bucket], arrivals, self.rank):
                 torch.add(left, right, out=arrivals.total.at(elements))
             self._held[bucket][merge.node] = arrivals.total
         self._start(bucket, self._prepare_round(bucket, k))
-
-    def _operands(
-        self, bucket: int, merge: Merge, arrivals: _Arrivals
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield pieces of an addition: which elements, and the two operands of these."""
-        lefts = self._sources(bucket, merge.left, arrivals.left)
-        rights = self._sources(bucket, merge.right, arrivals.right)
-        while lefts and rights:
-            (left, left_values), (right, right_values) = lefts[-1], rights[-1]
-            elements = slice(max(left.start, right.start), min(left.stop, right.stop))
-            yield elements, left_values.at(elements), right_values.at(elements)
-            for sources in (lefts, rights):
-                if sources[-1][0].stop == elements.stop:
-                    sources.pop()
-
-    def _sources(self, bucket: int, operand: Operand, arrived: _Held | None) -> list[tuple[slice, _Held]]:
-        """Return where the parts of an operand are, the last part first."""
-        found: list[tuple[slice, _Held]] = []
-        for part in reversed(operand.parts):
-            values = self._held[bucket][operand.node] if part.rank == self.rank else arrived
-            assert values is not None
-            found.append((part.elements, values))
-        return found
 
     # -- totals
 
@@ -238,7 +165,7 @@ class HalvingAllReduce(StagedAllReduce):
             if self.divisor is None:
                 self.row.index_copy_(0, self._leaf_order, self._ordered_weights)
                 self.divisor = self._total_weight()
-            for elements, *operands in self._operands(bucket, merge, arrivals):
+            for elements, *operands in pieces_of(merge, self._held[bucket], arrivals, self.rank):
                 self._reduce_in_order(operands, [(0, 1)], self.divisor, [self._total(bucket)[elements]])
         self._start(bucket, self._prepare_gather(bucket, 0))
 
