@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def collectives(group: ProcessGroup) -> None:
     for length in (0, 1, 5, 40_000):  # the last one is added up in chunks
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             rows = [(torch.arange(length) % 97 + 10 * r).to(dtype) for r in range(size)]
-            total = torch.stack(rows).sum(0, dtype=dtype)
+            total = reduce(torch.add, rows)  # in the order of ranks: bfloat16 rounds
             for op, of in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, rows[-1]), (dist.ReduceOp.MIN, rows[0])):
                 mine = rows[rank].clone()
                 dist.all_reduce(mine, op=op)
@@ -68,9 +68,9 @@ def collectives(group: ProcessGroup) -> None:
             assert torch.equal(whole, torch.cat(rows))
             part = torch.empty(length, dtype=dtype)
             dist.reduce_scatter_tensor(part, torch.cat(rows) + rank)
-            assert torch.equal(part, torch.stack([rows[rank] + r for r in range(size)]).sum(0, dtype=dtype))
+            assert torch.equal(part, reduce(torch.add, [rows[rank] + r for r in range(size)]))
             dist.reduce_scatter(part, [row + rank for row in rows])
-            assert torch.equal(part, torch.stack([rows[rank] + r for r in range(size)]).sum(0, dtype=dtype))
+            assert torch.equal(part, reduce(torch.add, [rows[rank] + r for r in range(size)]))
             got = [torch.empty_like(row) for row in rows]
             dist.all_to_all(got, [rows[rank] + r for r in range(size)])
             assert all(torch.equal(got[r], rows[r] + rank) for r in range(size))

@@ -24,7 +24,8 @@ CONNECT_RELAXATION = 5
 """Connecting may take this many times the timeout with which a group is made, as with gloo."""
 
 FIRST_TAG = -1
-"""Collectives use negative tags, each phase another one; messages of the user have tags from 0."""
+"""Collectives use negative tags, each another one: its phases are not as many on all processes, but the messages of two
+processes are in the same order on both. Messages of the user have tags from 0."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -151,13 +152,12 @@ class MessageGroup(dist.ProcessGroup):
 
     def trade(self, sends: Tensors, receives: Tensors) -> None:
         """Exchange messages as one phase of a collective. Called in the thread of the group."""
-        tag, self._tag = self._tag, self._tag - 1
         transfers = []
         for begin, tensors in ((LOOP.receive, receives), (LOOP.send, sends)):
             for rank, tensor in tensors:
                 if tensor.numel():
                     transfers.append(Transfer(bytes_of(tensor), tensor))
-                    begin(self._peers.stream(rank), tag, transfers[-1])
+                    begin(self._peers.stream(rank), self._tag, transfers[-1])
         for transfer in transfers:
             transfer.wait(TIMEOUT)
 
@@ -171,6 +171,7 @@ class MessageGroup(dist.ProcessGroup):
                 with torch.no_grad():
                     for body in bodies:
                         body()
+                        self._tag -= 1
             except RuntimeError as caught:
                 error = caught
                 self._peers.fail(str(caught))
