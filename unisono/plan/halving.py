@@ -58,7 +58,7 @@ class Operand(NamedTuple):
 
     Attributes:
         node: The partial sum.
-        parts: Who has the elements that this process keeps, in their order; perhaps this process itself.
+        parts: Which process has the elements that this one keeps, in their order; perhaps this process itself.
     """
 
     node: Node

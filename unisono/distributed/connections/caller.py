@@ -24,7 +24,7 @@ REFUSALS = 3
 
 
 class Identity(NamedTuple):
-    """Who this process is, for the others.
+    """What identifies this process to its peers.
 
     Attributes:
         host: the name of its host.
@@ -40,7 +40,7 @@ class Caller:
 
     Args:
         rank: the rank of this process.
-        identity: who this process is.
+        identity: what identifies this process to its peers.
     """
 
     def __init__(self, rank: int, identity: Identity) -> None:

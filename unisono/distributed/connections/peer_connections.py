@@ -51,7 +51,7 @@ class PeerConnections:
         rank: the rank of this process in the group.
         size: the number of processes.
         limit: how long connecting to the first partners may take.
-        identity: who this process is.
+        identity: what identifies this process to its peers.
 
     Raises:
         RuntimeError: a process cannot be reached in time.
