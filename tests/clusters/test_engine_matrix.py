@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -39,12 +38,12 @@ def test_an_engine_has_the_bits_of_one_process(cluster: EngineHosts, engine: str
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_s_processes_send_each_other_tls(cluster: EngineHosts, tmp_path: Path, engine: str) -> None:
+def test_an_engine_s_processes_send_each_other_tls(cluster: EngineHosts, engine: str) -> None:
     (cluster.folder / "secret").write_text("4f1d" * 16)
     (cluster.folder / "secret").chmod(0o600)
     own = engine in ("ssh", "ray")  # their processes reach each other through a connection that is encrypted
     words = ["--set", "secure.transport=tls", *([] if own else ["--set", "secure.secret_file=secret"])]
-    packets = tmp_path / "packets"
+    packets = cluster.folder / f"{engine}.packets"  # hosts share this folder only
     with captured(cluster.nodes[1], packets):
         cluster.train(engine, *words, hosts=2, processes=2, run_dir=f"{engine}-tls")
     found = cluster.result(f"{engine}-tls")
