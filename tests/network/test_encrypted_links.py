@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import struct
 import subprocess
@@ -62,11 +63,12 @@ CAPTURE = """
 import socket, sys
 link = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 link.bind(("eth0", 0))
-print("ready", flush=True)
+print("Capturing", flush=True)
 with open(sys.argv[1], "wb", 0) as file:
     while True:
         file.write(link.recv(1 << 17))
 """
+"""What tshark would write, without its format, where it is not installed."""
 
 
 def markers() -> list[bytes]:
@@ -77,14 +79,18 @@ def markers() -> list[bytes]:
 
 @contextmanager
 def captured(host: Host, path: Path) -> Iterator[None]:
-    """Write every packet of a host's interface to a file."""
-    process = host.start([sys.executable, "-c", CAPTURE, str(path)], stdout=subprocess.PIPE)
+    """Write every packet of a host's interface to a file, by tshark if it is installed."""
+    words = [sys.executable, "-c", CAPTURE, str(path)]
+    if shutil.which("tshark") is not None:
+        words = ["tshark", "-q", "-i", "eth0", "-w", str(path)]
+    process = host.start(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    assert process.stdout.readline().strip() in ("ready", b"ready")
+    assert any("Capturing" in line for line in process.stdout)
     try:
         yield
     finally:
-        process.kill()
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
 
 
 def found_in(path: Path) -> int:

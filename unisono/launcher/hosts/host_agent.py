@@ -267,8 +267,11 @@ class HostAgent:
 
     def _request(self, number: int) -> None:
         """Send what a process has sent to the rendezvous server, or that its connection has ended."""
+        connection = self._connections.get(number)
+        if connection is None:  # the launcher has ended it in the same turn
+            return
         try:
-            data = self._connections[number].recv(CHUNK)
+            data = connection.recv(CHUNK)
         except OSError:
             data = b""
         self.stream.send(data, store=number)
