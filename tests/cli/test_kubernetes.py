@@ -25,9 +25,10 @@ FULL = (
     "--volume-size 100Gi --storage-class fast --namespace ml --name mine --ranks 16 --gpus-per-pod 8 --memory 64Gi "
     "--cpus 32 --topology topology.kubernetes.io/zone --grace 300 --retries 0 --script-from-config-map"
 )
+SECRET = "--claim runs --ranks 4 --secret-name keys --set secure.transport=tls"
 QUEUED = "--claim runs --ranks 16 --gpus-per-pod 2 --ranks-per-pod 4 --queue team --topology rack"
 ONE = "--claim runs"
-REQUESTS = (PLAIN, FULL, QUEUED, ONE)
+REQUESTS = (PLAIN, FULL, QUEUED, SECRET, ONE)
 
 
 @pytest.fixture
@@ -149,6 +150,17 @@ def test_gpus_queue_and_topology(written: Any) -> None:
     assert preferred["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
 
 
+def test_a_secret_is_a_file_of_the_pods(written: Any) -> None:
+    pod = written(SECRET)[-1]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    words = container["command"]
+    path = Path(words[words.index("--secret-file") + 1])
+    (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == str(path.parent)]
+    (volume,) = [each["secret"] for each in pod["volumes"] if each["name"] == mount["name"]]
+    assert volume["items"] == [{"key": "secret", "path": path.name}]
+    assert (volume["secretName"], volume["defaultMode"], mount["readOnly"]) == ("keys", 0o400, True)
+
+
 def test_a_single_pod_needs_no_service(written: Any) -> None:
     assert kinds(written(ONE)) == ["Job"]
     assert kinds(written(ONE, "--job-set")) == ["JobSet"]
@@ -187,6 +199,8 @@ def test_a_file_is_written(tmp_path: Path, written: Any, capsys: pytest.CaptureF
         ("--claim a --storage-class b", "--storage-class needs --volume-size.", "--volume-size 100Gi"),
         ("--claim a --resume", "--resume is not needed.", "train.py --image i --claim a"),
         ("--claim a --set exchange=tre", "Invalid value: exchange = tre", "exchange=tree"),
+        ("--claim a --secret-name b", "--secret-name is for several pods.", "--claim a"),
+        ("--claim a --ranks 2 --secret-name b_c", "Invalid value for --secret-name: b_c", "--secret-name b-c"),
         ("--claim a --grace 0", "--grace 0 is out of range.", "--image i --claim a"),
     ],
 )

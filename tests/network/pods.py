@@ -58,6 +58,7 @@ class PodJob:
         (self.container,) = self.pod["containers"]
         self.hosts, self.image, self.volume = list(hosts), image, volume
         self.running: dict[int, HostProcess] = {}
+        self.secrets = {"keys": {"secret": "4f1d" * 16}}
         (image / "bin").mkdir(exist_ok=True)
         (image / "bin" / "unisono").write_text(f'#!/bin/sh\nexec {sys.executable} -P -m unisono.cli.main "$@"\n')
         (image / "bin" / "unisono").chmod(0o755)
@@ -76,6 +77,11 @@ class PodJob:
             host.run(["mkdir", "-p", at], check=True)
             if "persistentVolumeClaim" in volume:
                 host.run(["mount", "-n", "--bind", str(self.volume), at], check=True)
+            if "secret" in volume:
+                (item,) = volume["secret"]["items"]
+                text, mode = self.secrets[volume["secret"]["secretName"]][item["key"]], volume["secret"]["defaultMode"]
+                script = f'umask 077; printf "%s" "$1" > {at}/{item["path"]}; chmod {mode:o} {at}/{item["path"]}'
+                host.run(["sh", "-c", script, "sh", text], check=True)
             for name, text in self.files.items() if "configMap" in volume else ():
                 host.run(["sh", "-c", f'printf "%s" "$1" > {at}/{name}', "sh", text], check=True)
 

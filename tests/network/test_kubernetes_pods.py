@@ -92,8 +92,9 @@ def check(cluster: Cluster, name: str, fingerprint: str) -> None:
         ("--script-from-config-map",),
         ("--job-set",),
         ("--ranks", "2"),
+        ("--secret-name", "keys", "--set", "secure.transport=tls"),
     ],
-    ids=["job", "job-set", "one-each"],
+    ids=["job", "job-set", "one-each", "tls"],
 )
 def test_pods_have_the_bits_of_one_process(cluster: Cluster, fingerprint: str, words: tuple[str, ...]) -> None:
     job = cluster.job("mine", *words)
@@ -103,6 +104,8 @@ def test_pods_have_the_bits_of_one_process(cluster: Cluster, fingerprint: str, w
     check(cluster, "mine", fingerprint)
     assert cluster.result("mine")["ranks"] == (2 if "--ranks" in words else 4)
     assert re.search(r"hosts: node-0 \d \(eth0\), node-1 \d \(eth0\)", job.log(0).read_text())
+    assert ("between hosts: TLS 1.3" in job.log(0).read_text()) is ("--secret-name" in words)
+    assert ("Without --secret-file" in job.log(0).read_text()) is ("--secret-name" not in words)
 
 
 @pytest.mark.slow

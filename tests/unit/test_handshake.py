@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -363,3 +364,26 @@ def test_a_secret_file_is_for_its_owner_only(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(SettingsError, match=r"no usable secret"):
             read_secret(str(path))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("mode", "group", "is_read"), [(0o440, 12345, True), (0o440, 12346, False), (0o444, 12345, False)]
+)
+def test_a_file_of_root_may_be_readable_by_the_own_group(mode: int, group: int, is_read: bool) -> None:
+    """Kubernetes mounts a Secret so in a pod with an fsGroup."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "secret")
+        path.write_text("0123456789abcdef\n")
+        os.chown(path, 0, 7)
+        path.chmod(mode)
+        Path(folder).chmod(0o711)
+        child = os.fork()
+        if not child:
+            os.setgroups([group])
+            os.setuid(65534)
+            try:
+                os._exit(0 if read_secret(str(path)) else 2)
+            except SettingsError:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if is_read else 1)

@@ -15,7 +15,7 @@ from unisono.cli.request.request_checks import check_settings
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.target import recipes, script_of
 from unisono.clusters.kubernetes.job_manifests import manifests
-from unisono.clusters.kubernetes.pod_plan import PodPlan
+from unisono.clusters.kubernetes.pod_plan import SECRET_AT, SECRET_KEY, PodPlan
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 
@@ -78,11 +78,14 @@ def kubernetes(
         retries=pods.retries,
         queue=pods.queue,
         topology=pods.topology,
+        secret=pods.secret_name,
         scripts={Path(target).name: Path(target).read_text(encoding="utf-8")} if script_from_config_map else {},
     )
     path = f"{plan.scripts_at}/{Path(target).name}" if script_from_config_map else target
-    each = ("--ranks-per-device", str(pods.ranks_per_device)) if pods.ranks_per_device > 1 else ()
-    command = inside.line("unisono", "run", path, *(("--ranks", ranks) if ranks != "1" else ()), *each)
+    flags = ["--ranks", ranks] if ranks != "1" else []
+    flags += ["--ranks-per-device", str(pods.ranks_per_device)] if pods.ranks_per_device > 1 else []
+    flags += ["--secret-file", f"{SECRET_AT}/{SECRET_KEY}"] if pods.secret_name else []
+    command = inside.line("unisono", "run", path, *flags)
     _write(replace(plan, command=command.words), output, line, in_job_set=job_set)
     return 0
 
@@ -152,6 +155,7 @@ def _words(pods: PodFlags, ranks: str, *, job_set: bool, sends: bool) -> list[st
         "--storage-class": pods.storage_class,
         "--queue": pods.queue,
         "--topology": pods.topology,
+        "--secret-name": pods.secret_name,
         "--grace": pods.grace if pods.grace != PodFlags.grace else "",
         "--retries": pods.retries if pods.retries != PodFlags.retries else "",
     }

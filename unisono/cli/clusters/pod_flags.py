@@ -57,6 +57,8 @@ class PodFlags:
         Local queue of Kueue, which starts all pods or none.
     topology
         Label of nodes: pods are preferably placed where it has one value (topology.kubernetes.io/zone).
+    secret_name
+        Secret of the cluster with the key `secret`, from which pods prove to each other that they belong to the run.
     grace
         Seconds between SIGTERM and SIGKILL: time for a step and a checkpoint.
     retries
@@ -76,6 +78,7 @@ class PodFlags:
     storage_class: Annotated[str, Parameter(metavar="NAME", show_default=False, group=PODS)] = ""
     queue: Annotated[str, Parameter(metavar="NAME", show_default=False, group=PODS)] = ""
     topology: Annotated[str, Parameter(metavar="LABEL", show_default=False, group=PODS)] = ""
+    secret_name: Annotated[str, Parameter(metavar="NAME", show_default=False, group=PODS)] = ""
     grace: Annotated[int, WHOLE, Parameter(metavar="SECONDS", group=PODS)] = 120
     retries: Annotated[int, WHOLE, Parameter(metavar="N", group=PODS)] = 6
 
@@ -147,6 +150,9 @@ class PodFlags:
             fact = f"Each pod has {plural(each, 'process', 'processes')}."
             do = str(line.flag("--ranks", str((ranks // each + 1) * each)))
             found.append(Problem(f"--ranks {ranks} does not fill its pods.", fact, do))
+        if self.secret_name and ranks <= each:
+            fact = "A single pod accepts no connections of others."
+            found.append(Problem("--secret-name is for several pods.", fact, str(line.without("--secret-name"))))
         return found
 
     def _problems_of_quantities(self, line: CommandLine) -> list[Problem]:
@@ -164,6 +170,7 @@ class PodFlags:
     def _problems_of_names(self, name: str, line: CommandLine) -> list[Problem]:
         found = []
         names = [("--name", name), ("--claim", self.claim), ("--namespace", self.namespace), ("--queue", self.queue)]
+        names += [("--secret-name", self.secret_name)]
         for flag, value in names:
             longest = LONGEST_NAME if flag == "--name" else 63
             if value and not (LABEL.fullmatch(value) and len(value) <= longest):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.clusters.kubernetes.pod_plan import MEETING_PORT, PodPlan
+from unisono.clusters.kubernetes.pod_plan import MEETING_PORT, SECRET_AT, SECRET_KEY, PodPlan
 
 Fields = dict[str, Any]
 
-RUNS, SHARED_MEMORY, SCRIPTS = "runs", "shared-memory", "scripts"
+RUNS, SHARED_MEMORY, SCRIPTS, SECRET = "runs", "shared-memory", "scripts", "secret"
 """Names of volumes."""
 
 
@@ -47,6 +47,8 @@ def _container(plan: PodPlan, *, in_job_set: bool) -> Fields:
     ]
     if plan.scripts:
         mounts.append({"name": SCRIPTS, "mountPath": plan.scripts_at, "readOnly": True})
+    if plan.secret:
+        mounts.append({"name": SECRET, "mountPath": SECRET_AT, "readOnly": True})
     return {
         "name": "train",
         "image": plan.image,
@@ -75,6 +77,9 @@ def _volumes(plan: PodPlan) -> list[Fields]:
     ]
     if plan.scripts:
         volumes.append({"name": SCRIPTS, "configMap": {"name": f"{plan.name}-scripts"}})
+    if plan.secret:
+        items = [{"key": SECRET_KEY, "path": SECRET_KEY}]
+        volumes.append({"name": SECRET, "secret": {"secretName": plan.secret, "items": items, "defaultMode": 0o400}})
     return volumes
 
 

@@ -8,6 +8,9 @@ from pathlib import PurePosixPath
 MEETING_PORT = 29500
 """Port of pod 0 at which the others find it. The pods have addresses of their own, so it is always free."""
 
+SECRET_KEY, SECRET_AT = "secret", "/run/unisono-secret"
+"""Key of the run's secret in a Secret of the cluster, and the folder where pods see it as a file."""
+
 REPLICATED_JOB = "node"
 """Name of the only replicated job of a JobSet."""
 
@@ -62,6 +65,7 @@ class PodPlan:
         retries: failures of a pod after which the run fails. Evictions do not count.
         queue: Kueue's local queue; "": none.
         topology: label of nodes with which pods are placed together, such as topology.kubernetes.io/zone; "": none.
+        secret: a Secret of the cluster that has the secret of the run; "": none.
         scripts: files by name, which a ConfigMap holds.
         scripts_at: the folder of these files in the pods.
     """
@@ -77,6 +81,7 @@ class PodPlan:
     retries: int = 6
     queue: str = ""
     topology: str = ""
+    secret: str = ""
     scripts: dict[str, str] = field(default_factory=dict)
     scripts_at: str = "/run/scripts"
 
