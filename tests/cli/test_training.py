@@ -90,7 +90,7 @@ def test_a_killed_and_resumed_run_has_the_same_bits(command: Command) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_twenty_killed_and_resumed_runs_have_the_same_bits(command: Command) -> None:
     command.script(SCRIPT)
     whole = uninterrupted(command)
@@ -226,7 +226,7 @@ def test_plain_python_reports_all_wrong_settings_with_status_2(command: Command)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_fifty_runs_in_a_row_end_without_output_on_stderr(command: Command) -> None:
     command.script(SCRIPT)
     for number in range(50):

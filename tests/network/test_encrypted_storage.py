@@ -28,7 +28,7 @@ from tests.network.test_hosts import with_code
 
 pytest.importorskip("s3fs", reason="pip install 'unisono[s3]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[s3]' flask flask-cors")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
 
 S3_PORT, PAGE_PORT = 5000, 7700
 

@@ -86,6 +86,7 @@ def test_a_host_sends_what_one_process_would_send(tmp_path: Path, count: int, pr
     assert 0.98 * bound <= mean <= 1.05 * bound
 
 
+@pytest.mark.timeout(600)
 def test_a_slow_link_carries_one_gradient_in_place_of_one_and_a_half(tmp_path: Path) -> None:
     """The host sends its partial sums only, and owns no part of the gradient."""
     sent = bytes_sent(tmp_path, 4, 1, slow_bits=2e8)

@@ -72,6 +72,6 @@ def test_resumed_run_matches_an_uninterrupted_one(tmp_path: Path, reference: dic
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_bits_per_byte_of_the_defaults(tmp_path: Path) -> None:
     assert train(tmp_path / "run", 2, sets={})[0]["bits_per_byte"] < 2.8
