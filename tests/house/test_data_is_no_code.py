@@ -30,7 +30,7 @@ METHODS = {
     *("extractall", "extract", "unpack_archive"),  # write paths that an archive names
     *("system", "popen", "unsafe_load", "full_load", "load_all"),
     *("broadcast_object_list", "scatter_object_list"),  # torch pickles the objects
-    "treespec_loads",  # torch imports the module of an enum that the text names
+    "treespec_loads",  # torch imports modules that the text names
     *("LoadLibrary", "load_library", "spec_from_file_location", "exec_module"),
     "urlopen",
 }
@@ -62,9 +62,7 @@ JUSTIFIED = {
     ("recipes/datasets/espeak.py", "importlib"): "that package, by its name",
     ("recipes/datasets/images.py", "importlib"): "optional packages, by their names",
     ("recipes/datasets/images.py", "urlopen"): "a published data set, compared with its sha256",
-    ("parallel/pipeline_parallel/shadow_partition.py", "treespec_loads"): "text of another process of the run",
-    ("train/evaluation/predict.py", "treespec_loads"): "text of another process of the run",
-    ("train/pipelining/pipeline_run.py", "treespec_loads"): "text of another process of the run",
+    ("torch_compat/tree_specs.py", "treespec_loads"): "checks that the text names classes of imported modules only",
 }
 
 

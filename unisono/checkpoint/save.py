@@ -279,7 +279,7 @@ class CheckpointSaver:
         """Wait until the last save is over. It may be called again if a process dies in it.
 
         Returns:
-            False if the process that was to publish the checkpoint has died, so that there is none.
+            False if the process that publishes the checkpoint has died, so that there is none.
 
         Raises:
             CheckpointError: The save failed. All processes raise it.

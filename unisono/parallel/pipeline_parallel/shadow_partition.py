@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten, treespec_loads
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper
@@ -52,6 +52,7 @@ from unisono.parallel.pipeline_parallel.partition import (
 from unisono.parallel.pipeline_parallel.shadow_tensor import ShadowTensor, shadow_like
 from unisono.tensors.spec import TensorSpec
 from unisono.torch_compat.modules import buffer_slots, parameter_slots
+from unisono.torch_compat.tree_specs import load_treespec
 
 
 class StageDone(BaseException):
@@ -303,7 +304,7 @@ class StageCall:
                 return spec
             return shadow_like(spec.empty("meta"), partition.device, partition, source)
 
-        return tree_unflatten([leaf(spec) for spec in record.leaves], treespec_loads(record.spec))
+        return tree_unflatten([leaf(spec) for spec in record.leaves], load_treespec(record.spec))
 
     def _begin_own_part(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace the shadows among the arguments of the stage's first module by the received tensors."""

@@ -62,7 +62,7 @@ def _fold(
         weight = chain(weights)
         if not weight > 0:
             raise LoopError(
-                f"run.evaluate was to divide {name} by its total weight.",
+                f"run.evaluate cannot divide {name} by its total weight.",
                 f"The total weight of {count} micro-batches is {weight:g}.",
                 "return (sum, weight) with a weight above 0 for some batch.",
             )

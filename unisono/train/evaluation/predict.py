@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps
 
 from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.data.eval_loader import EvalBatch
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import LoopError
 from unisono.tensors.spec import TensorSpec, as_bytes, dtype_name
+from unisono.torch_compat.tree_specs import load_treespec
 from unisono.train.evaluation.model_outputs import ModelOutputs
 
 
@@ -32,7 +33,7 @@ def predict(outputs: ModelOutputs) -> Any:
             numbers.append((micro_batch.number, micro_batch.samples))
     columns = [list(column) for column in zip(*pieces, strict=True)]
     kinds = [sorted({(dtype_name(piece.dtype), tuple(piece.shape[1:])) for piece in column}) for column in columns]
-    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _told(spec)}
+    mine = {"numbers": numbers, "kinds": kinds, "spec": None if spec is None else _as_json(spec)}
     everybody = outputs.group.all_gather_object(mine)
     described = next(other for other in everybody if other["spec"] is not None)
     for other in everybody:
@@ -44,7 +45,7 @@ def predict(outputs: ModelOutputs) -> Any:
         dtype, shape = _only(kinds_of)
         like = TensorSpec(dtype, (0, *shape)).empty()
         result.append(_gather(torch.cat([like, *columns[leaf]] if columns else [like]), places, outputs.group))
-    return tree_unflatten(result, treespec_loads(json.dumps(described["spec"])))
+    return tree_unflatten(result, load_treespec(json.dumps(described["spec"])))
 
 
 def _rows(leaf: Any, micro_batch: EvalBatch) -> Tensor:
@@ -62,7 +63,7 @@ def _only(kinds: set[tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]
     if len(kinds) > 1:
         words = [f"{dtype} {shape}" for dtype, shape in sorted(kinds)[:4]]
         raise LoopError(
-            "run.predict was to put the rows of all micro-batches together.",
+            "run.predict cannot put the rows of all micro-batches together.",
             f"They differ in kind or shape: {' and '.join(words)}.",
             "make them alike: forward=lambda model, batch: model(batch[0]).argmax(-1), or pad to one length.",
         )
@@ -72,20 +73,20 @@ def _only(kinds: set[tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]
 def _same_structure(before: Any, now: Any) -> Any:
     if before is not None and before != now:
         raise LoopError(
-            "run.predict was to put the rows of all micro-batches together.",
+            "run.predict cannot put the rows of all micro-batches together.",
             f"The model returns outputs of unlike structure: {str(before)[:150]} and {str(now)[:150]}.",
             "return the same tuple or dict of tensors for every batch.",
         )
     return now
 
 
-def _told(spec: TreeSpec) -> Any:
+def _as_json(spec: TreeSpec) -> Any:
     """Return the structure as a JSON value."""
     try:
         return json.loads(treespec_dumps(spec))
     except NotImplementedError as error:
         raise LoopError(
-            "run.predict was to tell the other processes what the model returns.",
+            "run.predict cannot send the structure of the model's output to the other processes.",
             f"It is of a class that torch cannot name: {str(error).splitlines()[0]}",
             "return tensors, or tuples, lists and dicts of them: forward=lambda model, batch: tuple(model(batch[0])).",
         ) from None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps
 
 from unisono import phases
 from unisono.data.eval_loader import EvalBatch, EvalLoader
@@ -35,6 +35,7 @@ from unisono.parallel.pipeline_parallel.shadow_partition import ShadowPartition
 from unisono.parallel.pipeline_parallel.stage_messages import Tensors
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.codec import TensorTable, decode, encode
+from unisono.torch_compat.tree_specs import load_treespec
 from unisono.train.evaluation.model_call import Forward, call
 from unisono.train.modules.buffer_sync import versions
 from unisono.train.pipelining.sharded_activations import from_parts, parts_of
@@ -340,7 +341,7 @@ class Pipeline:
                 "let it return these (Hugging Face: use_cache=False).",
             )
         arrived = broadcast_tensors(group, found["leaves"], tensors, owner)
-        return tree_unflatten(decode(found["leaves"], arrived), treespec_loads(found["spec"]))
+        return tree_unflatten(decode(found["leaves"], arrived), load_treespec(found["spec"]))
 
 
 def cut_of(model: nn.Module) -> Partition:
