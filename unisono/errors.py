@@ -69,6 +69,10 @@ class UnreachableHostError(WorldError):
     """A host name cannot be resolved, so processes cannot connect. It is reported without a traceback."""
 
 
+class CertificateError(WorldError):
+    """The certificate of a peer, or that of this process, is not accepted. Another start does not change that."""
+
+
 class DataError(UnisonoError):
     """The data cannot be read, or does not fit the loop."""
 

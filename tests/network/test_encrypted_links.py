@@ -282,6 +282,34 @@ def test_certificates_of_an_organization(tmp_path: Path, whole: str, kind: str, 
         assert (found["ranks"], found["weights_sha256"]) == (2, whole)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"), [("list", "may not join"), ("authority", "does not accept"), ("revoked", "revoked")]
+)
+def test_the_audit_log_names_a_refused_process(tmp_path: Path, kind: str, text: str) -> None:
+    """Rank 0 on host a refuses rank 1 on host b. The launcher on host a records that."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    write_secret(tmp_path)
+    options: dict[str, Any] = {"cwd": tmp_path, "env": with_code(), **PIPES}
+    issued = {name: organization(tmp_path, name, kind)[:3] for name in ("a", "b")}
+    with hosts(2, shared=[tmp_path]) as every:
+        for host in every:
+            paths = [each.partition("=")[2] for each in issued[host.name]]  # each host has its own at the same path
+            script = 'mkdir -p /run/tls && cp "$1" /run/tls/ca && cp "$2" /run/tls/cert && cp "$3" /run/tls/key'
+            host.run(["sh", "-c", script, "sh", *paths], check=True)
+        files = [f"secure.{name}=/run/tls/{name}" for name in ("ca", "cert", "key")]
+        files += ['secure.hosts=["a"]'] if kind == "list" else []
+        words = [[*nodes(n, "tls", 2), *(word for file in files for word in ("--set", file))] for n in range(2)]
+        running = [host.start(each, **options) for host, each in zip(every, words, strict=True)]
+        outputs = [process.communicate(timeout=SECONDS) for process in running]
+    assert [process.returncode for process in running] != [0, 0]
+    entries = [json.loads(line) for line in (tmp_path / "out" / "audit.jsonl").read_text().splitlines()]
+    refusals = [entry for entry in entries if entry["event"] == "refusal"]
+    assert any(text in entry["reason"] and "rank 1" in entry["reason"] for entry in refusals), (entries, outputs)
+    assert {entry["process"] for entry in refusals} == {0}
+    assert {entry["event"] for entry in entries} & {"restart"} == set()  # another start would change nothing
+    assert "OSError" not in str(outputs)
+
+
 OVERWRITE = """
 import datetime, json, socket, sys, threading, time
 import torch.distributed as dist

@@ -27,7 +27,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.errors import SettingsError, WorldError
+from unisono.errors import CertificateError, SettingsError
 from unisono.handshake.mutual_proof import RunSecret
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def require_name(credentials: Credentials, connection: ssl.SSLSocket, hosts: Seq
         what: the other end, for the message.
 
     Raises:
-        WorldError: the certificate names other hosts, or the host is not allowed.
+        CertificateError: the certificate names other hosts, or the host is not allowed.
     """
     names = list(hosts[:1])
     if credentials.names_hosts:
@@ -280,10 +280,10 @@ def require_name(credentials: Credentials, connection: ssl.SSLSocket, hosts: Seq
         if not any(is_name_of(name, host) for name in names for host in hosts):
             fact = f"It is on host {hosts[0]}, and its certificate is that of {', '.join(names) or 'no host'}."
             do = "use a certificate for that host there: --set secure.cert=FILE"
-            raise WorldError(f"The certificate of {what} names another host.", fact, do)
+            raise CertificateError(f"The certificate of {what} names another host.", fact, do)
     if credentials.allowed and not any(fnmatchcase(name, each) for name in names for each in credentials.allowed):
         fact = f"Its host is {' or '.join(names)}, and secure.hosts is {', '.join(credentials.allowed)}."
-        raise WorldError(f"The host of {what} may not join.", fact, "--set 'secure.hosts=[...]', with this host")
+        raise CertificateError(f"The host of {what} may not join.", fact, "--set 'secure.hosts=[...]', with this host")
 
 
 # -- errors

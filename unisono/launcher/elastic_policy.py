@@ -98,17 +98,19 @@ class ElasticLauncher:
                 self.step, self._deaths = max(steps), 0
         return events
 
-    def drain(self) -> None:
-        """End the server, after all processes have ended, and read its last events."""
+    def drain(self) -> list[dict[str, Any]]:
+        """End the server, after all processes have ended, and return its last events."""
         if self.server is None:
-            return
+            return []
         assert self.server.stdin is not None
         with contextlib.suppress(OSError):
             self.server.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.wait(5.0)
-        while self.read_events():
-            pass
+        last: list[dict[str, Any]] = []
+        while events := self.read_events():
+            last += events
+        return last
 
     def may_replace(self, *, new_death: bool = True) -> bool:
         """Return whether to replace a process. `new_death`: whether no other death caused its death."""

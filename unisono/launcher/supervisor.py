@@ -30,7 +30,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 from unisono.config.wording import plural
@@ -288,10 +288,17 @@ class _Supervisor:
                 process = self.processes[event["orphan"]]
                 process.orphan_of, process.survived = event["lost"], process.alive
                 process.kill()
-            if "refused" in event:
-                self.processes[event["process"]].record("refusal", reason=event["refused"])
             if "formed" in event:
                 self._announce(event["formed"], max(elastic.step, 0))
+        self._record_refusals(events or [])
+
+    def _record_refusals(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Record processes that may not continue, and connections that a process has refused."""
+        for event in events:
+            if "refused" in event:
+                self.processes[event["process"]].record("refusal", reason=event["refused"])
+            if "refusal" in event:
+                self.processes[event["number"]].record("refusal", reason=event["refusal"])
 
     def _kill_silent(self, process: WorkerProcess, why: str) -> None:
         """Kill a process that the others count as dead.
@@ -384,7 +391,7 @@ class _Supervisor:
         """
         if self.elastic is None:
             return set()
-        self.elastic.drain()
+        self._record_refusals(self.elastic.drain())
         failed = {p.rank for p in self.processes if p.spec.record.exists() or (p.code or 0) > 0}
         return {number for lost in self.elastic.survived if not failed & set(lost) for number in lost}
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import select
 import socket
 import struct
@@ -36,6 +35,7 @@ from unisono.handshake.certificates import Credentials
 from unisono.handshake.encrypted_pipe import encrypt
 from unisono.handshake.member_listener import MemberListener
 from unisono.handshake.mutual_proof import RunSecret, prove
+from unisono.security.refusals import REFUSALS
 from unisono.tensors.flat import ALIGNMENT, FlatTensors, size_of
 from unisono.tensors.spec import TensorSpec
 
@@ -48,7 +48,6 @@ TRY_SECONDS = 3.0
 PURPOSE = "server"
 """The kind of port, in proofs."""
 
-_log = logging.getLogger(__name__)
 _head = struct.Struct("!Q")
 
 
@@ -133,7 +132,7 @@ def build_links(group: ProcessGroup, servers: int) -> dict[int, TcpLink]:
     credentials = own_credentials() if group.backend == TLS and not here else None
     if group.rank < servers:
         secret = RunSecret.random()
-        with MemberListener(listen(group.size, here=here), secret, PURPOSE, _log.warning) as door:
+        with MemberListener(listen(group.size, here=here), secret, PURPOSE, REFUSALS) as door:
             addresses = ["127.0.0.1"] if here else own_addresses()
             doors = group.all_gather_object({"addresses": addresses, "port": door.address[1], "secret": secret.hex()})
             first = {} if group.rank == 0 else {0: _enter(0, doors[0], group.rank, credentials)}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from unisono.distributed.connections.door import GO, PURPOSE, RANK, PeerAddress
 from unisono.distributed.connections.peer_stream import CLOSED
-from unisono.errors import WorldError
+from unisono.errors import CertificateError
 from unisono.handshake.certificates import Credentials, describe, require_name
 from unisono.handshake.encrypted_pipe import handshake
 from unisono.handshake.mutual_proof import PROOF_SECONDS, RunSecret, prove
@@ -57,7 +57,7 @@ class Caller:
 
         Raises:
             RuntimeError: the process cannot be reached in time.
-            WorldError: its certificate is not accepted.
+            CertificateError: its certificate is not accepted.
         """
         if address.is_here():
             return self._connect_here(address, max(until - time.monotonic(), 0.001))
@@ -86,7 +86,7 @@ class Caller:
         return connection
 
     def _connect_to(self, at: str, address: PeerAddress, peer: int, until: float) -> socket.socket:
-        """Connect to one address of a process. Raises OSError or WorldError."""
+        """Connect to one address of a process. Raises OSError or CertificateError."""
         left = max(until - time.monotonic(), 0.001)
         connection = socket.create_connection((at, address.port), timeout=min(TRY_SECONDS, left))
         credentials = self._identity.credentials
@@ -127,11 +127,11 @@ def plain(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def certificate_error(text: str) -> WorldError:
+def certificate_error(text: str) -> CertificateError:
     """Return the error for what certificates.describe has said."""
     error, _, facts = text.partition(": ")
     do = "look at the dates and the issuer there: openssl x509 -noout -subject -issuer -dates -in FILE"
-    return WorldError(f"{error}.", f"{facts[:1].upper()}{facts[1:]}", do)
+    return CertificateError(f"{error}.", f"{facts[:1].upper()}{facts[1:]}", do)
 
 
 def tuned(connection: socket.socket | ssl.SSLSocket) -> socket.socket:

@@ -11,7 +11,6 @@ more on its side: until then it may give up and try again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import socket
@@ -25,6 +24,7 @@ from typing import NamedTuple
 from unisono.distributed.rendezvous.own_port import listen, own_addresses
 from unisono.handshake.member_listener import MemberListener
 from unisono.handshake.mutual_proof import PROOF_SECONDS, RunSecret
+from unisono.security.refusals import REFUSALS
 
 PURPOSE = "group"
 """The kind of port, in proofs."""
@@ -38,8 +38,6 @@ RANK = struct.Struct("!I")
 
 GO = b"\x02"
 """What the end that connects sends last."""
-
-_log = logging.getLogger("unisono")
 
 
 class PeerAddress(NamedTuple):
@@ -124,7 +122,7 @@ class Door:
             self._folder.cleanup()
 
     def _accept_tcp(self, listener: socket.socket) -> None:
-        with MemberListener(listener, self._secret, PURPOSE, _log.warning) as door:
+        with MemberListener(listener, self._secret, PURPOSE, REFUSALS) as door:
             while self._is_open:
                 if (member := door.accept(POLL_SECONDS)) is not None:
                     self._admit(member.number, member.connection, False)

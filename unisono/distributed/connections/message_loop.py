@@ -84,6 +84,8 @@ class MessageLoop:
 
     def close(self, streams: Iterable[PeerStream]) -> None:
         """Close these streams. Messages in progress fail. Returns when it is done."""
+        if self._selector is None:  # no stream has been added, or this is a forked child
+            return
         self.fail(streams, CLOSED)
         closed = threading.Event()
         self._request(closed.set)
@@ -95,6 +97,8 @@ class MessageLoop:
             self._request(partial(self._progress, stream, partial(stream.fail, reason)))
 
     def _request(self, request: Callable[[], None]) -> None:
+        if self._selector is None:
+            return
         self._requests.append(request)
         if not self._awake:
             self._awake = True

@@ -35,6 +35,7 @@ from unisono.errors import WorldError
 from unisono.handshake.certificates import describe, require_name
 from unisono.handshake.encrypted_pipe import handshake
 from unisono.handshake.mutual_proof import PROOF_SECONDS
+from unisono.security.refusals import REFUSALS
 
 LATER_SECONDS = 60.0
 """Time limit for a connection that is opened when it is needed. Its process is alive, but may be starved."""
@@ -193,6 +194,7 @@ class PeerConnections:
         return tuned(accepted)
 
     def _refuse(self, peer: int, error: Exception) -> None:
+        REFUSALS(f"Refused a connection of rank {peer}: {' '.join(' '.join(str(error).splitlines()[:2]).split())}")
         with self._changed:
             self._refusal = self._refusal or error
             self._changed.notify_all()

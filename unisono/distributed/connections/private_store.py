@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import socket
 import ssl
 import threading
@@ -35,6 +34,7 @@ from unisono.handshake.certificates import Credentials, describe, require_name
 from unisono.handshake.encrypted_pipe import handshake
 from unisono.handshake.member_listener import Member, MemberListener
 from unisono.handshake.mutual_proof import PROOF_SECONDS, OtherSecretError, RunSecret, prove
+from unisono.security.refusals import REFUSALS
 
 PURPOSE = "store"
 """The kind of port, in proofs."""
@@ -50,8 +50,6 @@ MOST_LINE = 4096
 
 HANDSHAKES = 64
 """Most handshakes at a time. With certificates of an organization, strangers get as far as that."""
-
-_log = logging.getLogger("unisono")
 
 
 def private_store(world: World, secure: SecureSettings, store: dist.Store) -> dist.Store:
@@ -77,7 +75,7 @@ def private_store(world: World, secure: SecureSettings, store: dist.Store) -> di
         return store
     secret = RunSecret() if secure.ca else RunSecret(choose_secret(world, secure, store).derive(b"store"))
     if world.rank == 0:
-        server = StoreServer(MemberListener(listen(world.size, here=False), secret, PURPOSE, _log.warning), credentials)
+        server = StoreServer(MemberListener(listen(world.size, here=False), secret, PURPOSE, REFUSALS), credentials)
         at = {"host": world.host, "addresses": own_addresses(), "port": server.port}
         store.set(WHERE, json.dumps(at))
         return RendezvousStore(server.connect(), TIMEOUT)
@@ -209,12 +207,12 @@ class StoreServer:
                 require_name(self._credentials, secured, [host, address], f"rank {member.number} on host {host}")
             except WorldError as error:
                 refusal = " ".join(filter(None, error.problems[0][:2]))
-                _log.warning("Refused %s: %s", what, refusal)
+                REFUSALS(f"Refused {what}: {refusal}")
             secured.sendall(json.dumps({"refused": refusal}).encode() + b"\n")
             secured.settimeout(None)
         except (OSError, ValueError, LookupError, TypeError) as error:
             text = describe(error, what) if isinstance(error, OSError) else None
-            _log.warning("Refused a connection of rank %s: %s", member.number, text or error)
+            REFUSALS(f"Refused a connection of {what}: {text or error}")
             member.connection.close()
             return
         finally:

@@ -61,7 +61,8 @@ from unisono.distributed.rendezvous.silent_hosts import SILENCE_LIMIT, open_sock
 from unisono.distributed.rendezvous.store import LOST_PEER, RendezvousStore
 from unisono.distributed.shared_memory import find_neighbors
 from unisono.environment import World
-from unisono.errors import PeerLostError, RunStopped, WorldError, is_connection_error
+from unisono.errors import CertificateError, PeerLostError, RunStopped, WorldError, is_connection_error
+from unisono.security.refusals import REFUSALS
 
 SCHEME = "unix://"
 """Prefix of the address of a rendezvous server."""
@@ -130,6 +131,7 @@ class Membership:
         self._send(register=self.number, joins=self.joins, slot=world.rank)
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
         self._heartbeats = Heartbeats(self._send, self._timeout)
+        REFUSALS.record = lambda text: self.report(refusal=text)
         os.register_at_fork(after_in_child=self._disconnect_fork)
 
     @property
@@ -276,6 +278,8 @@ class Membership:
                     self._leave_group()
                 with self._timeout.doing("hangs while connecting"):
                     self._connect(group, roster)
+            except CertificateError:
+                raise
             except (RuntimeError, ConnectionError, WorldError) as error:
                 if not self.is_peer_loss(error):
                     reason = f"Connecting failed, although no other process was lost: {str(error).splitlines()[0]}"
