@@ -147,6 +147,33 @@ def test_the_others_continue_without_a_node(command: Command) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", [False, True], ids=["plain", "secret"])
+def test_all_nodes_start_again_after_early_deaths(command: Command, kept: bool) -> None:
+    """A process of each node dies before the first step. All processes start twice more."""
+    command.script(SCRIPT)
+    whole = uninterrupted(command)
+    deaths = [("main(run):\n", "main(run):\n    die(1)\n"), ("    optimizer = ", "    die(0)\n    optimizer = ")]
+    text = SCRIPT
+    for old, new in deaths:
+        text = text.replace(old, new, 1)
+    command.script(DIE + text)
+    first, second = start_nodes(command, *(["--secret-file", str(secret_file(command))] if kept else []), ranks=2)
+    ended, other = command.end(first, times=3), command.end(second, times=3)
+    assert (ended.status, other.status) == (0, 0), ended.err + other.err
+    assert ended.err.count("Restarting from the beginning") == 2
+    assert result(command, "out")["weights_sha256"] == whole["weights_sha256"]
+
+
+DIE = """
+def die(rank):
+    mark = Path(__file__).with_name(f"died-{rank}")
+    if world.rank == rank and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
 def test_an_agent_ends_with_its_launcher(command: Command) -> None:
     command.script(SCRIPT)
     first, second = start_nodes(command, "--set", "pause=0.2")

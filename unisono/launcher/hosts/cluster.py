@@ -161,9 +161,9 @@ class Cluster:
         problems = differences(name, facts, facts_of(**about)) if facts is not None else []
         with self._changing:
             if facts is None or problems or self._is_closed:
-                self._say(
-                    "\n".join(str(problem) for problem in problems) or f"Host {name} came back, and is lost again."
-                )
+                lost = f"Host {name} came back, and is lost again." if not self._is_closed else ""
+                if text := "\n".join(str(problem) for problem in problems) or lost:
+                    self._say(text)
                 host.close(self.status)
                 if number in self._awaited:
                     self._awaited.pop(number).give_up()

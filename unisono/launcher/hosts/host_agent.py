@@ -113,12 +113,13 @@ class HostAgent:
 
     Attributes:
         why_ended: why the launcher has ended this host alone; "" if it has not.
+        was_asked: whether the launcher has asked for the facts of this host, its first request.
     """
 
     def __init__(self, stream: MessageStream, folder: Path, *, reached_at: tuple[str, str] | None) -> None:
         self.stream, self.folder, self._reached_at = stream, folder, reached_at
         self._status: int | None = None
-        self.why_ended = ""
+        self.why_ended, self.was_asked = "", False
         self._signs = signs_at(reached_at[1]) if reached_at is not None else None
         self.processes: dict[int, AgentProcess] = {}
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
@@ -192,6 +193,7 @@ class HostAgent:
     def _on_message(self, message: Message) -> None:
         values, data = message
         if "describe" in values:
+            self.was_asked = True
             signs = (self._reached_at[1], self._signs.port) if self._reached_at and self._signs else None
             about = {"reached_at": self._reached_at, "signs_at": signs}
             self.stream.send(facts={**facts_of(**values["describe"]), **about})

@@ -193,12 +193,15 @@ def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[
         SettingsError: it has another secret.
         UnreachableHostError: it cannot be reached in time.
     """
+    starts_again = False
     while True:
         found = _reach(number, at, secret, say)
         stream = MessageStream(found.connection.fileno(), found.connection.fileno())
         with found.connection, socket_folder() as folder:
             agent = HostAgent(stream, Path(folder), reached_at=(found.peer, found.own))
             status = agent.serve()
+        if status is None and starts_again and not agent.was_asked:
+            continue  # it was still the port of the earlier start
         if status is None:
             say(f"Node {number} has lost node 0 at {at}. Its processes are ended.")
             return 1
@@ -206,6 +209,7 @@ def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[
             say(f"Node {number} is ended, and the run continues without it: {agent.why_ended}.")
         if status >= 0:
             return status
+        starts_again = True
 
 
 def _reach(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[str], None]) -> ConnectedMember:

@@ -217,8 +217,8 @@ class RemoteHost:
         """
         self._ending = True
         self.send(end=status)
+        self._thread.join(END_SECONDS)  # it reads until the agent ends; closing the link would not wake it
         self.link.close()
-        self._thread.join(END_SECONDS)
 
     # -- the thread
 
