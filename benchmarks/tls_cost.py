@@ -8,9 +8,12 @@ Two processes send each other that much at the same time, over loopback. A line 
     ssl        the same sockets under Python's ssl module: TLS 1.3, both ends with a certificate
     stunnel    plain sockets to a stunnel at each end, TLS 1.3 between the two
     haproxy    the same with haproxy
-    gloo       torch.distributed.send and recv of float32 tensors, plain
+    gloo       torch.distributed.isend and recv of float32 tensors, plain
+    tcp        the same with the back end of our own, as between hosts, plain
+    tls        the same, encrypted
 
-Seconds of processor time of all processes per gigabyte that is sent count, because the machine may be shared.
+Seconds of processor time of all processes per gigabyte that is sent count, because the machine may be shared. Beside
+them stands the throughput of both directions together by the clock, and AES-256-GCM alone on one core (openssl speed).
 """
 
 from __future__ import annotations
@@ -30,9 +33,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+
+Costs = tuple[float, float]
+"""Seconds of processor time, and seconds by the clock."""
 
 BLOCK = 4 << 20
 START_SECONDS = 60.0
@@ -90,7 +97,7 @@ def swap(out: socket.socket, back: socket.socket, size: int) -> None:
 
 
 def trade(
-    rank: int, ports: Sequence[int], size: int, folder: Path | None, results: multiprocessing.Queue[float]
+    rank: int, ports: Sequence[int], size: int, folder: Path | None, results: multiprocessing.Queue[Costs]
 ) -> None:
     """Be one of the two: rank 0 listens at the last port, rank 1 connects to the first. Report the processor time."""
     with ExitStack() as stack:
@@ -111,9 +118,9 @@ def trade(
                 end.sendall(mark)
         out, back = ends
         swap(out, back, 1 << 20)
-        before = time.process_time()
+        before, began = time.process_time(), time.monotonic()
         swap(out, back, size)
-        results.put(time.process_time() - before)
+        results.put((time.process_time() - before, time.monotonic() - began))
 
 
 def _connect(port: int) -> socket.socket:
@@ -127,21 +134,30 @@ def _connect(port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def trade_gloo(rank: int, port: int, size: int, results: multiprocessing.Queue[float]) -> None:
-    """Do the same with gloo."""
+def trade_in_group(backend: str, rank: int, port: int, size: int, results: multiprocessing.Queue[Costs]) -> None:
+    """Do the same with a back end of torch."""
     import torch
     import torch.distributed as dist
 
+    from unisono.distributed.connections import door
+    from unisono.distributed.connections.collective_group import register
+    from unisono.handshake.certificates import run_credentials
+    from unisono.handshake.mutual_proof import RunSecret
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    if backend != "gloo":
+        door.PeerAddress.is_here = lambda self: False  # type: ignore[method-assign]  # each counts as a host
+        credentials = partial(run_credentials, RunSecret(b"of this benchmark"))
+        register(f"host-{rank}", credentials if backend == "tls" else None)
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mine, theirs = torch.zeros(size // 4), torch.zeros(size // 4)
     for _ in range(2):
-        before = time.process_time()
+        before, began = time.process_time(), time.monotonic()
         sent = dist.isend(mine, 1 - rank)
         dist.recv(theirs, 1 - rank)
         assert sent is not None
         sent.wait()
-        took = time.process_time() - before
+        took = time.process_time() - before, time.monotonic() - began
     results.put(took)
     dist.destroy_process_group()
 
@@ -208,31 +224,31 @@ def haproxy_commands(path: str, folder: Path, ports: Sequence[int]) -> list[list
 # -- measurements
 
 
-def run_pair(target: Callable[..., None], *arguments: object) -> float:
-    """Run both processes. Return their processor time in seconds."""
+def run_pair(target: Callable[..., None], *arguments: object) -> Costs:
+    """Run both processes. Return their processor time, and the time of the slower one."""
     context = multiprocessing.get_context("fork")  # this process has no torch
     results = context.Queue()
     pair = [context.Process(target=target, args=(rank, *arguments, results)) for rank in range(2)]
     for process in pair:
         process.start()
-    found = results.get(timeout=600) + results.get(timeout=600)
+    one, other = results.get(timeout=600), results.get(timeout=600)
     for process in pair:
         process.join()
-    return float(found)
+    return one[0] + other[0], max(one[1], other[1])
 
 
-def measure(way: str, size: int, folder: Path, paths: dict[str, str]) -> float:
-    """Return seconds of processor time of all processes per gigabyte, for both directions together."""
-    if way == "gloo":
-        return run_pair(trade_gloo, free_ports(1)[0], size) / (2 * size / 1e9)
+def measure(way: str, size: int, folder: Path, paths: dict[str, str]) -> Costs:
+    """Return seconds of processor time of all processes, and seconds by the clock, for both directions together."""
+    if way in ("gloo", "tcp", "tls"):
+        return run_pair(partial(trade_in_group, way), free_ports(1)[0], size)
     ports = free_ports(3)
     if way in ("plain", "ssl"):
-        return run_pair(trade, ports[:1], size, folder if way == "ssl" else None) / (2 * size / 1e9)
+        return run_pair(trade, ports[:1], size, folder if way == "ssl" else None)
     commands = {"stunnel": stunnel_commands, "haproxy": haproxy_commands}[way](paths[way], folder, ports)
     with relays(commands, ports[:2]) as running:
-        own = run_pair(trade, ports, size, None)
+        own, took = run_pair(trade, ports, size, None)
         times = [each.cpu_times() for each in running]
-    return (own + sum(each.user + each.system for each in times)) / (2 * size / 1e9)
+    return own + sum(each.user + each.system for each in times), took
 
 
 def aes_gigabytes_per_second() -> float:
@@ -247,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", default="plain,ssl,stunnel,haproxy,gloo")
+    parser.add_argument("--only", default="plain,ssl,stunnel,haproxy,gloo,tcp,tls")
     parser.add_argument("--stunnel", default=shutil.which("stunnel4") or shutil.which("stunnel") or "")
     parser.add_argument("--haproxy", default=shutil.which("haproxy") or "")
     wanted = parser.parse_args()
@@ -255,20 +271,25 @@ def main() -> None:
     size = wanted.megabytes << 20
     ways = [way for way in wanted.only.split(",") if paths.get(way, way)]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    speeds: dict[str, list[float]] = {way: [] for way in ways}
+    gigabytes = 2 * size / 1e9
     print(f"{ssl.OPENSSL_VERSION}; AES-256-GCM {aes_gigabytes_per_second():.2f} GB/s on one core", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_certificate(folder)
         for _ in range(wanted.turns):
             for way in ways:
-                seconds[way].append(measure(way, size, folder, paths))
+                processor, clock = measure(way, size, folder, paths)
+                seconds[way].append(processor / gigabytes)
+                speeds[way].append(gigabytes / clock)
                 print(f"  {way} {seconds[way][-1]:.2f}", file=sys.stderr, flush=True)
     first = statistics.median(seconds[ways[0]])
-    print(f"{'way':10} {'seconds of processor time per GB':>34} {f'relative to {ways[0]}':>18}")
+    print(f"{'way':10} {'seconds of processor time per GB':>34} {f'relative to {ways[0]}':>18} {'GB/s':>6}")
     for way in ways:
         middle = statistics.median(seconds[way])
         spread = f"{min(seconds[way]):.2f} to {max(seconds[way]):.2f}"
-        print(f"{way:10} {f'{middle:.2f} ({spread})':>34} {middle / first:>18.1f}")
+        speed = statistics.median(speeds[way])
+        print(f"{way:10} {f'{middle:.2f} ({spread})':>34} {middle / first:>18.1f} {speed:>6.2f}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -259,4 +260,39 @@ def test_the_page_grows_while_a_run_trains(browser: Any, command: Command) -> No
     assert command.end(running).status == 0
     assert [tab.errors for tab in tabs] == [[] for _ in tabs]
     assert "1,400" in tabs[0].page.locator(".facts").inner_text()
+    context.close()
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_with_the_button(browser: Any, command: Command) -> None:
+    """The page of the first address has no button. That of the second one asks, and then the run saves and ends."""
+    command.script(TRAIN)
+    running = command.start("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=100000", "--watch")
+    assert running.stderr is not None
+    next(line for line in running.stderr if " at http://" in line)
+    watching = command.start("watch", "out", "--stop")
+    assert watching.stdout is not None
+    look, stop = (watching.stdout.readline().split(" at ")[1].strip() for _ in range(2))
+    context = browser.new_context()
+    looking, stopping = Tab.open(context, look), Tab.open(context, stop)
+    for tab in (looking, stopping):
+        tab.wait("page.content.steps?.length > 5")
+    assert [tab.page.locator("#stop").count() for tab in (looking, stopping)] == [0, 1]
+    button = stopping.page.locator("#stop")
+    stopping.page.once("dialog", lambda dialog: dialog.dismiss())
+    button.click()
+    assert button.inner_text() == "Stop"
+    asked: list[str] = []
+    stopping.page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+    button.click()
+    stopping.wait("document.getElementById('stop').textContent === 'Stopping'")
+    assert asked == ["Save and end this run?"]
+    ended = command.end(running)
+    assert ended.status == 0, ended.err
+    found = json.loads((command.folder / "out" / "result.json").read_text())
+    assert found["stopped"] is True
+    assert found["steps"] < 100000
+    stopping.wait("page.content.state !== 'running'")
+    assert looking.errors + stopping.errors == []
+    watching.send_signal(signal.SIGINT)
     context.close()
