@@ -283,7 +283,12 @@ def test_a_run_is_stopped_with_the_button(browser: Any, command: Command) -> Non
     button.click()
     assert button.inner_text() == "Stop"
     asked: list[str] = []
-    stopping.page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+
+    def accept(dialog: Any) -> None:
+        asked.append(dialog.message)
+        dialog.accept()
+
+    stopping.page.once("dialog", accept)
     button.click()
     stopping.wait("document.getElementById('stop').textContent === 'Stopping'")
     assert asked == ["Save and end this run?"]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unisono.json_forms import parse_value
 from unisono.security.file_modes import make_folder, make_like_folder
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def read_dump(run_dir: Path, rank: int) -> tuple[dict[str, torch.Tensor], Any] |
         return None
     with safe_open(found[-1], "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
-        plain = json.loads(file.metadata()["about"])
+        plain = parse_value(file.metadata()["about"])
     for path in found:
         path.unlink()
     with suppress(OSError):  # not empty yet

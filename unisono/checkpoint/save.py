@@ -40,7 +40,7 @@ from unisono.checkpoint.storage import Storage, clear_old
 from unisono.config import size
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError, Problem
-from unisono.json_forms import parse_value
+from unisono.json_forms import parse, parse_value
 from unisono.tensors.codec import TensorTable, encode, specs_of
 
 POLL_SECONDS = (0.01, 0.5)
@@ -157,10 +157,9 @@ class SaveJob:
         pause, longest = POLL_SECONDS
         while True:
             content = self.storage.read(self.steps, name)
-            with suppress(ValueError):  # partly written
-                report = json.loads(content or b"{}")
-                if content is not None and report.get("attempt") == self.attempt:
-                    return content, report
+            report = parse(content or b"")  # None: absent, or partly written
+            if content is not None and report is not None and report.get("attempt") == self.attempt:
+                return content, report
             if self.canceled.wait(pause):
                 raise SaveCanceled
             if self.all_written is not None and time.monotonic() > self.all_written + VISIBLE_SECONDS:

@@ -34,6 +34,7 @@ from unisono.handshake.certificates import Credentials, describe, require_name
 from unisono.handshake.encrypted_pipe import handshake
 from unisono.handshake.member_listener import Member, MemberListener
 from unisono.handshake.mutual_proof import PROOF_SECONDS, OtherSecretError, RunSecret, prove
+from unisono.json_forms import parse_value
 from unisono.security.refusals import REFUSALS
 
 PURPOSE = "store"
@@ -202,7 +203,7 @@ class StoreServer:
             what = f"rank {member.number} at {address}"
             secured = handshake(member.connection, self._credentials, listens=True)
             secured.settimeout(PROOF_SECONDS)
-            host = str(json.loads(_line(secured))["host"])
+            host = str(parse_value(_line(secured))["host"])
             try:
                 require_name(self._credentials, secured, [host, address], f"rank {member.number} on host {host}")
             except WorldError as error:
@@ -223,10 +224,11 @@ class StoreServer:
             self._serve(secured)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer the requests of one process until its connection ends. A request is a line of JSON."""
-        with connection, contextlib.suppress(OSError), connection.makefile("rb") as lines:
+        """Answer the requests of one process until its connection ends, or sends what is no request: a line of JSON."""
+        no_request = (ValueError, LookupError, TypeError)
+        with connection, contextlib.suppress(OSError, *no_request), connection.makefile("rb") as lines:
             for line in lines:
-                value = self._answer(json.loads(line))
+                value = self._answer(parse_value(line))
                 connection.sendall(json.dumps({"value": value}).encode() + b"\n")
 
     def _answer(self, request: dict[str, Any]) -> Any:
