@@ -7,9 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from unisono.environment import inherited
 from unisono.launcher.hosts.message_stream import MessageStream
@@ -44,12 +48,19 @@ class Launcher:
         return status
 
 
-def test_a_process_sends_while_the_launcher_closes_its_connection(tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Return a folder whose path leaves room for that of a socket in it."""
+    with tempfile.TemporaryDirectory(prefix="u-") as folder:
+        yield Path(folder)
+
+
+def test_a_process_sends_while_the_launcher_closes_its_connection(short_folder: Path) -> None:
     """The agent stops, and finds both in one turn of its loop."""
-    launcher = Launcher(tmp_path)
+    launcher = Launcher(short_folder)
     launcher.stream.send(ask=0, clock=True)
     launcher.wait_for("answer")
-    (path,) = tmp_path.rglob("store")
+    (path,) = short_folder.rglob("store")
     for _ in range(20):  # either may be the first
         process = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         process.connect(str(path))

@@ -101,6 +101,15 @@ def supervise(
     return _Supervisor(specs, screen, verbose, elastic).run()
 
 
+def record_refusals(processes: Sequence[WorkerProcess], events: Sequence[Mapping[str, Any]]) -> None:
+    """Record processes that may not continue, and connections that a process has refused."""
+    for event in events:
+        if "refused" in event:
+            processes[event["process"]].record("refusal", reason=event["refused"])
+        if "refusal" in event:
+            processes[event["number"]].record("refusal", reason=event["refusal"])
+
+
 class _Supervisor:
     def __init__(
         self, specs: Sequence[WorkerSpec], screen: int | None, verbose: bool, elastic: ElasticLauncher | None
@@ -290,15 +299,7 @@ class _Supervisor:
                 process.kill()
             if "formed" in event:
                 self._announce(event["formed"], max(elastic.step, 0))
-        self._record_refusals(events or [])
-
-    def _record_refusals(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Record processes that may not continue, and connections that a process has refused."""
-        for event in events:
-            if "refused" in event:
-                self.processes[event["process"]].record("refusal", reason=event["refused"])
-            if "refusal" in event:
-                self.processes[event["number"]].record("refusal", reason=event["refusal"])
+        record_refusals(self.processes, events or [])
 
     def _kill_silent(self, process: WorkerProcess, why: str) -> None:
         """Kill a process that the others count as dead.
@@ -391,7 +392,7 @@ class _Supervisor:
         """
         if self.elastic is None:
             return set()
-        self._record_refusals(self.elastic.drain())
+        record_refusals(self.processes, self.elastic.drain())
         failed = {p.rank for p in self.processes if p.spec.record.exists() or (p.code or 0) > 0}
         return {number for lost in self.elastic.survived if not failed & set(lost) for number in lost}
 

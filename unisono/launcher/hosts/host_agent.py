@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.environment import inherited
 from unisono.launcher.elastic_policy import socket_folder
@@ -103,6 +103,18 @@ class AgentProcess:
         return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+class AgentEnd(NamedTuple):
+    """How the work of an agent has ended.
+
+    Attributes:
+        status: the exit status of the run, negative if it starts again; None: the launcher is gone.
+        why: why the launcher has ended this host alone; "" if it has not.
+    """
+
+    status: int | None = None
+    why: str = ""
+
+
 class HostAgent:
     """The agent of a run on this host.
 
@@ -112,19 +124,17 @@ class HostAgent:
         reached_at: the addresses of the launcher and of this host that the connection uses; None: not known.
 
     Attributes:
-        why_ended: why the launcher has ended this host alone; "" if it has not.
         was_asked: whether the launcher has asked for the facts of this host, its first request.
     """
 
     def __init__(self, stream: MessageStream, folder: Path, *, reached_at: tuple[str, str] | None) -> None:
         self.stream, self.folder, self._reached_at = stream, folder, reached_at
-        self._status: int | None = None
-        self.why_ended, self.was_asked = "", False
+        self.was_asked = False
+        self._end: AgentEnd | None = None  # None: it serves
         self._signs = signs_at(reached_at[1]) if reached_at is not None else None
         self.processes: dict[int, AgentProcess] = {}
         self._connections: dict[int, socket.socket] = {}  # to the rendezvous server
         self._count = 0
-        self._over = False
         self._probes = ProbeService(_say)
         self._heard = self._said = time.monotonic()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -134,14 +144,10 @@ class HostAgent:
         self._selector.register(stream.reader, selectors.EVENT_READ, self._receive)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def serve(self) -> int | None:
-        """Serve until the launcher ends the run or is gone.
-
-        Returns:
-            The exit status of the run, negative if it starts again; None: the launcher is gone.
-        """
+    def serve(self) -> AgentEnd:
+        """Serve until the launcher ends the run or is gone."""
         try:
-            while not self._over:
+            while self._end is None:
                 for key, _ in self._selector.select(POLL_SECONDS):
                     key.data()
                 self._check()
@@ -153,7 +159,7 @@ class HostAgent:
             for process in self.processes.values():
                 process.popen.wait()
             self._close()
-        return self._status
+        return self._end or AgentEnd()
 
     def _close(self) -> None:
         self._probes.close()
@@ -173,12 +179,12 @@ class HostAgent:
             for suffix, content in process.new_files().items():
                 self.stream.send(content, file=process.number, suffix=suffix)
             if ended:
-                self._end(process)
+                self._report_end(process)
         if now - self._said > ALIVE_SECONDS:
             self._said = now
             self.stream.send(alive=True, silences=self._signs.silences(now) if self._signs else {})
         if now - self._heard > SILENCE_SECONDS:
-            self._over = True
+            self._end = self._end or AgentEnd()
 
     # -- the launcher
 
@@ -188,7 +194,7 @@ class HostAgent:
         for message in messages or []:
             self._on_message(message)
         if messages is None:
-            self._over = True
+            self._end = self._end or AgentEnd()
 
     def _on_message(self, message: Message) -> None:
         values, data = message
@@ -212,7 +218,7 @@ class HostAgent:
         elif "watch" in values and self._signs is not None:
             self._signs.watch(values["own"], values["token"], values["watch"])
         elif "end" in values:
-            self._over, self._status, self.why_ended = True, values["end"], values.get("why", "")
+            self._end = AgentEnd(values["end"], values.get("why", ""))
 
     def _answer(self, question: dict[str, Any]) -> None:
         """Answer a question that may take seconds."""
@@ -241,7 +247,7 @@ class HostAgent:
             self.stream.send(data, output=process.number)
         return bool(data)
 
-    def _end(self, process: AgentProcess) -> None:
+    def _report_end(self, process: AgentProcess) -> None:
         """Report the end of a process, after the rest of its output. What it has started ends, too."""
         process.signal(signal.SIGKILL, group=True)
         code = process.popen.wait()

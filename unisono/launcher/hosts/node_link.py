@@ -199,14 +199,14 @@ def serve_node(number: int, at: MeetingPoint, secret: RunSecret, say: Callable[[
         stream = MessageStream(found.connection.fileno(), found.connection.fileno())
         with found.connection, socket_folder() as folder:
             agent = HostAgent(stream, Path(folder), reached_at=(found.peer, found.own))
-            status = agent.serve()
+            status, why = agent.serve()
         if status is None and starts_again and not agent.was_asked:
             continue  # it was still the port of the earlier start
         if status is None:
             say(f"Node {number} has lost node 0 at {at}. Its processes are ended.")
             return 1
-        if agent.why_ended:
-            say(f"Node {number} is ended, and the run continues without it: {agent.why_ended}.")
+        if why:
+            say(f"Node {number} is ended, and the run continues without it: {why}.")
         if status >= 0:
             return status
         starts_again = True
