@@ -8,6 +8,7 @@ import pytest
 
 from unisono import errors
 from unisono.errors import (
+    CertificateError,
     CheckpointError,
     DataError,
     DivergenceError,
@@ -30,6 +31,7 @@ ALL = [
         SettingsError,
         WorldError,
         UnreachableHostError,
+        CertificateError,
         DataError,
         LoopError,
         CheckpointError,

@@ -354,12 +354,12 @@ def test_a_secret_file_is_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     with pytest.raises(SettingsError, match="Cannot read the secret file"):
         read_secret(str(path))
-    path.write_text("0123456789abcdef\n")
+    path.write_text("076789abcdef\n")
     path.chmod(0o640)
     with pytest.raises(SettingsError, match=r"Other users can read or change .*[\s\S]*its mode is 640[\s\S]*chmod 600"):
         read_secret(str(path))
     path.chmod(0o600)
-    assert read_secret(str(path)).hex() == b"0123456789abcdef".hex()
+    assert read_secret(str(path)).hex() == b"076789abcdef".hex()
     for content in ("short", "x" * 5000):
         path.write_text(content)
         with pytest.raises(SettingsError, match=r"no usable secret"):
@@ -367,14 +367,12 @@ def test_a_secret_file_is_for_its_owner_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-@pytest.mark.parametrize(
-    ("mode", "group", "is_read"), [(0o440, 12345, True), (0o440, 12346, False), (0o444, 12345, False)]
-)
+@pytest.mark.parametrize(("mode", "group", "is_read"), [(0o440, 7, True), (0o440, 8, False), (0o444, 7, False)])
 def test_a_file_of_root_may_be_readable_by_the_own_group(mode: int, group: int, is_read: bool) -> None:
     """Kubernetes mounts a Secret so in a pod with an fsGroup."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = Path(folder, "secret")
-        path.write_text("0123456789abcdef\n")
+        path.write_text("076789abcdef\n")
         os.chown(path, 0, 7)
         path.chmod(mode)
         Path(folder).chmod(0o711)
