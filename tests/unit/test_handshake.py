@@ -354,12 +354,12 @@ def test_a_secret_file_is_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     with pytest.raises(SettingsError, match="Cannot read the secret file"):
         read_secret(str(path))
-    path.write_text("076789abcdef\n")
+    path.write_text("0123456789abcdef\n")
     path.chmod(0o640)
     with pytest.raises(SettingsError, match=r"Other users can read or change .*[\s\S]*its mode is 640[\s\S]*chmod 600"):
         read_secret(str(path))
     path.chmod(0o600)
-    assert read_secret(str(path)).hex() == b"076789abcdef".hex()
+    assert read_secret(str(path)).hex() == b"0123456789abcdef".hex()
     for content in ("short", "x" * 5000):
         path.write_text(content)
         with pytest.raises(SettingsError, match=r"no usable secret"):
@@ -372,7 +372,7 @@ def test_a_file_of_root_may_be_readable_by_the_own_group(mode: int, group: int, 
     """Kubernetes mounts a Secret so in a pod with an fsGroup."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = Path(folder, "secret")
-        path.write_text("076789abcdef\n")
+        path.write_text("0123456789abcdef\n")
         os.chown(path, 0, 7)
         path.chmod(mode)
         Path(folder).chmod(0o711)
