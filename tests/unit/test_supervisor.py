@@ -7,6 +7,8 @@ import resource
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -15,7 +17,7 @@ from unisono import environment
 from unisono.errors import WorldError
 from unisono.launcher.failure_record import FailureRecord, read, write, write_to
 from unisono.launcher.local_launch import loopback_name
-from unisono.launcher.supervisor import RunOutcome, WorkerSpec, _is_readable, supervise
+from unisono.launcher.supervisor import RunOutcome, WorkerSpec, _is_readable, _Supervisor, supervise
 
 
 def task(folder: Path, name: str, *command: str, log: Path | None = None) -> WorkerSpec:
@@ -102,6 +104,16 @@ def test_a_failure_record_has_type_message_and_traceback(tmp_path: Path) -> None
 def test_the_exit_status_of_a_script_is_kept(code: int | str | None, status: int, message: str) -> None:
     record = FailureRecord.of(SystemExit(code))
     assert (record.exit_status, record.message, record.traceback) == (status, message, "")
+
+
+@pytest.mark.parametrize(("alive", "survived", "expected"), [(1, 0, True), (0, 1, True), (0, 0, False)])
+def test_a_process_that_dies_with_its_unit_does_not_end_the_run(alive: bool, survived: bool, expected: bool) -> None:
+    """A host dies with all processes of a unit. That it lost one of them arrives after all have been reaped."""
+    process = SimpleNamespace(alive=bool(alive), survived=bool(survived), orphan_of=None, kill=lambda: None)
+    supervisor: Any = SimpleNamespace(processes=[None, process])
+    elastic: Any = SimpleNamespace(read_events=lambda: [{"orphan": 1, "lost": 0}])
+    _Supervisor._on_rendezvous_event(supervisor, elastic)
+    assert (process.survived, process.orphan_of) == (expected, 0)
 
 
 def test_the_loopback_interface_has_a_name() -> None:

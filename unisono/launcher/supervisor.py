@@ -295,7 +295,8 @@ class _Supervisor:
                 self._kill_silent(self.processes[event["silent"]], event.get("why", "sends no heartbeat"))
             if "orphan" in event:
                 process = self.processes[event["orphan"]]
-                process.orphan_of, process.survived = event["lost"], process.alive
+                process.orphan_of = event["lost"]
+                process.survived = process.survived or process.alive  # it may have died with the host of both
                 process.kill()
             if "formed" in event:
                 self._announce(event["formed"], max(elastic.step, 0))
