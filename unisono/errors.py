@@ -70,7 +70,7 @@ class UnreachableHostError(WorldError):
 
 
 class CertificateError(WorldError):
-    """The certificate of a peer, or that of this process, is not accepted. Another start does not change that."""
+    """The certificate of a peer, or that of this process, is not accepted. A restart would fail again."""
 
 
 class DataError(UnisonoError):

@@ -125,6 +125,18 @@ def test_strangers_do_not_keep_a_member_out(tmp_path: Path) -> None:
         assert time.monotonic() - began < 60.0
 
 
+@pytest.mark.parametrize("line", [b"[" * 5000 + b"]" * 5000, b"{", b"{}", b"7", b'{"op": "none"}'])
+def test_an_invalid_request_of_a_member_ends_only_its_connection(served: Served, line: bytes) -> None:
+    """Threads that raise an exception would fail the test: pytest reports them as warnings, which are errors."""
+    with served.server.connect() as member:
+        member.settimeout(10.0)
+        member.sendall(line + b"\n")
+        assert member.recv(1) == b""
+    other = served.client(run_credentials(SECRET))
+    other.set("key", "value")
+    assert other.get("key") == b"value"
+
+
 def test_a_store_that_everyone_reaches_needs_a_secret(tmp_path: Path) -> None:
     world = World(rank=0, size=2, store="env://", folder=str(tmp_path))
     with pytest.raises(WorldError, match="needs a secret or certificates") as caught:

@@ -1,6 +1,6 @@
 """Read the secret of a run from a file that only its owner can read, as ssh does with keys.
 
-A file of root may be readable by a group of this process: so Kubernetes mounts a Secret in a pod with an fsGroup.
+A group of this process may read a file of root: Kubernetes mounts a Secret in this way if the pod has an fsGroup.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def read_secret(path: str) -> RunSecret:
         fact = f"{error.strerror}."
         raise SettingsError(f"Cannot read the secret file {path}.", fact, MAKE.format(path)) from None
     mode = stat.S_IMODE(status.st_mode)
-    ours = status.st_uid == 0 != os.getuid() and status.st_gid in (os.getgid(), *os.getgroups())
-    if mode & (0o037 if ours else 0o077) or status.st_uid not in (os.getuid(), 0):
+    is_mounted = status.st_uid == 0 and os.getuid() != 0 and status.st_gid in (os.getgid(), *os.getgroups())
+    if mode & (0o037 if is_mounted else 0o077) or status.st_uid not in (os.getuid(), 0):
         owner = "you" if status.st_uid == os.getuid() else f"user {status.st_uid}"
         fact = f"It belongs to {owner}, and its mode is {mode:o}."
         raise SettingsError(f"Other users can read or change the secret file {path}.", fact, f"chmod 600 {path}")

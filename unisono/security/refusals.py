@@ -3,7 +3,7 @@
     door of a process --text--> REFUSALS --> log of the rank
                                          '-> membership --> rendezvous server --> launcher --> audit.jsonl
 
-Under torchrun, srun and mpirun there is no audit log, and the line is all.
+Under torchrun, srun and mpirun there is no audit log, so only the line is written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Refusals:
     """The refusals of this process.
 
     Attributes:
-        record: passes a refusal on to the launcher; by default to nothing.
+        record: sends a refusal to the launcher; by default it does nothing.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Read treespecs of torch that another process has written.
 
 A treespec names classes: the factory of a defaultdict, and enums. torch imports their modules, so a text could run the
-code of any module that is installed. Here it names what this process has imported itself, or it is refused.
+code of any installed module. `load_treespec` accepts only classes of modules that this process has imported already.
 """
 
 from __future__ import annotations

@@ -224,9 +224,9 @@ class StoreServer:
             self._serve(secured)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer the requests of one process until its connection ends, or sends what is no request: a line of JSON."""
-        no_request = (ValueError, LookupError, TypeError)
-        with connection, contextlib.suppress(OSError, *no_request), connection.makefile("rb") as lines:
+        """Answer the requests of one process, each a line of JSON, until it disconnects or a line is invalid."""
+        invalid = (ValueError, LookupError, TypeError)
+        with connection, contextlib.suppress(OSError, *invalid), connection.makefile("rb") as lines:
             for line in lines:
                 value = self._answer(parse_value(line))
                 connection.sendall(json.dumps({"value": value}).encode() + b"\n")
