@@ -84,6 +84,15 @@ def kill_often(command: Command, track: str, pause: float, longest: float) -> No
         launcher.communicate()
     ended = command.run(*words, f"pause={pause}", "--resume", times=10)
     assert ended.status == 0, ended.err
+    wait_for_trackers(command.folder / "out", track.split(","))
+
+
+def wait_for_trackers(run_dir: Path, names: list[str]) -> None:
+    """Wait until the trackers have finished: they may end after the run, because their process has a low priority."""
+    until = time.monotonic() + 300
+    while not json.loads((run_dir / "tracking.json").read_text())["finished"].keys() >= set(names):
+        assert time.monotonic() < until, (run_dir / "tracking.json").read_text()
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -192,6 +201,7 @@ def test_another_process_continues_after_the_death_of_the_main_one(command: Comm
     ended = command.run("run", "script.py", *words)
     assert ended.status == 0, ended.err
     assert [each["process"] for each in result(command, "out")["deaths"]] == [0]
+    wait_for_trackers(command.folder / "out", ["csv"])
     assert steps_of(command, "out") == list(range(24))
 
 
