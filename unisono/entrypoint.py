@@ -137,7 +137,8 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         return
     divided = loaded.settings.parallel.shard != 1
     joining = join(world, divided=divided, backend=loaded.settings.backend, secure=loaded.settings.secure)
-    with StatusThread(loaded.settings.watchdog, world), joining as group, ExitStack() as kept:
+    watch = StatusThread(loaded.settings.watchdog, world, encrypted=loaded.settings.secure.transport == "tls")
+    with watch, joining as group, ExitStack() as kept:
         shown, path, resumes = _on_main(group, lambda: (*start.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its working directory
         request = replace(start.request, run_dir=Path(shown), resume=resumes)

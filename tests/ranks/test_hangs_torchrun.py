@@ -34,6 +34,9 @@ mine = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"]) == rank
 
 def stop(now):
     if mine and now == moment:
+        if now == "loop":
+            at = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"])
+            (here / "keys").write_text(" ".join(torch.distributed.TCPStore(*at).list_keys()))
         (here / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -82,6 +85,8 @@ CASES = {
         f"Ranks 0 and 2 wait for rank 1: {SILENT} has not called unisono.main",
     ),
     "the host of the store": ("by hand", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
+    "with TLS": ("torchrun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),
+    "the host of the private store": ("torchrun", "loop", 0, f"Rank 1 waits for rank 0: {SILENT}"),
     "a task of Slurm's": ("srun", "loop", 1, f"Ranks 0 and 2 wait for rank 1: {STOPPED}"),
     "a task of Slurm's, before it came": (
         "srun",
@@ -122,15 +127,27 @@ def test_a_stopped_process_is_named(tmp_path: Path, name: str) -> None:
     script.write_text(SCRIPT)
     asked = [str(script), moment, str(rank), *SETS, "--run-dir", str(tmp_path / "run")]
     if by == "torchrun":
-        started = [begin(tmp_path, 0, [*TORCHRUN, *asked])]
+        started = [begin(tmp_path, 0, [*TORCHRUN, *asked, *encryption(tmp_path, name)])]
     else:
         variables = BY[by](free_port())
         started = [begin(tmp_path, number, asked, variables(number)) for number in range(3)]
     said, seconds = said_of(started, tmp_path)
     assert re.search(expected, said), said
     assert re.search(rf"\n    {rank}     - .* (is stopped|does not answer)", said), said
+    if moment == "loop":
+        assert ("/place-" in (tmp_path / "keys").read_text()) == (not encryption(tmp_path, name))
     limit = LIMIT_SECONDS * (1 if moment == "loop" else FIRST_STEP_TIMES)
     assert seconds < limit + LATE_SECONDS, f"{seconds:.1f} s"
+
+
+def encryption(folder: Path, name: str) -> list[str]:
+    """Return the settings that encrypt the messages of a run, for the cases with a private store."""
+    if name not in ("with TLS", "the host of the private store"):
+        return []
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text("3f" * 32)
+    return ["--set", "secure.transport=tls", "--set", f"secure.secret_file={secret}"]
 
 
 LATE_SECONDS = 15.0

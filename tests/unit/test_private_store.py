@@ -81,6 +81,21 @@ def test_it_is_a_store(served: Served) -> None:
         two.wait(["never"], timedelta(seconds=0.2))
 
 
+def test_a_clone_has_a_connection_of_its_own(served: Served) -> None:
+    """The thread that detects hangs uses one, while the main thread may wait for an answer."""
+    store = RendezvousStore(served.server.connect(), LIMIT, served.server.connect)
+    answers: list[bytes] = []
+    waiting = threading.Thread(target=lambda: answers.append(store.get("late")))
+    waiting.start()
+    clone = store.clone()
+    served.clients += [store, clone]
+    clone.set("late", "now")
+    waiting.join(10.0)
+    assert answers == [b"now"]
+    with pytest.raises(NotImplementedError, match="one connection"):
+        served.client(run_credentials(SECRET)).clone()
+
+
 def test_another_secret_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_store, "MEET_SECONDS", 1.0)
     served.secret = RunSecret(b"another secret of a run")

@@ -4,6 +4,9 @@
     rank 1   (stopped)                           |  store  |                        thread "watch"
     rank 2   thread "watch"  -- set place-2 -->  '---------'   rank 1 does not write any more, or never did
 
+With secure.transport=tls the store is the private one at rank 0, once the processes have joined: a status states steps
+and names of functions. Before that, processes exchange nothing, and each reports what it knows of itself.
+
 Every process uses a connection of its own for this, because that of the main thread may be waiting for an answer. No
 process waits for a silent one. The status of a rank that has become silent is its last one; a rank that has never
 written one gets a status too, so that it can be named.
@@ -20,6 +23,7 @@ from typing import Any
 
 from unisono import environment
 from unisono.environment import World
+from unisono.errors import WorldError
 from unisono.launcher.status_file import ProcessStatus, state_of
 
 ANSWER = timedelta(seconds=2)
@@ -87,7 +91,7 @@ class StatusStore:
                     if rank != mine.rank and self.store.check([_key(rank)]):
                         self._update(ProcessStatus.of(bytes(self.store.get(_key(rank)))))
             self._answered = True
-        except torch.distributed.DistNetworkError:
+        except (torch.distributed.DistNetworkError, OSError):
             self._gone = True
         except (RuntimeError, ValueError, TypeError):
             return
@@ -139,15 +143,23 @@ def _key(rank: int) -> str:
     return f"place-{rank}"
 
 
-def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
+def build_status_store(world: World, mine: ProcessStatus, *, encrypted: bool = False) -> StatusStore | None:
     """Return a view on the rendezvous store, or None if there is none that answers (yet).
 
     Before the group exists, only a process that has waited for long connects, because a store may start late.
+
+    Args:
+        world: Rank and size of this process.
+        mine: The status of this process.
+        encrypted: Use the private store of the run, and nothing before this process has joined.
     """
     torch = sys.modules.get("torch")
     if world.size == 1 or torch is None:
         return None
     joined = torch.distributed.is_initialized()
+    if encrypted:
+        private = _private_store() if joined else None
+        return None if private is None else StatusStore(private, world, joined=True, by_rank=True)
     if not joined and mine.idle < mine.limit / 2:
         return None
     at = environment.host_of(world.store)
@@ -166,6 +178,24 @@ def build_status_store(world: World, mine: ProcessStatus) -> StatusStore | None:
     start = f"{world.store}-{world.restarts}"  # an earlier start, or another run, may have used the same store
     prefixed = torch.distributed.PrefixStore(f"unisono-{start}", store)
     return StatusStore(prefixed, world, joined=joined, by_rank=hosts_by_rank(world))
+
+
+def _private_store() -> Any:
+    """Return another connection to the private store, in which the default group's processes have met.
+
+    Without the prefix of its keys: torch's PrefixStore does not keep a store alive that is written in Python.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()  # type: ignore[no-untyped-call]
+    while isinstance(store, sys.modules["torch"].distributed.PrefixStore):
+        store = store.underlying_store
+    try:
+        private = store.clone()
+    except (OSError, WorldError):
+        return None
+    private.set_timeout(ANSWER)
+    return private
 
 
 def hosts_by_rank(world: World) -> bool:

@@ -61,13 +61,19 @@ DEBUGGERS = ("pdb.py", "bdb.py", "code.py", "pydevd.py", "pydevd_frame.py")
 class StatusThread:
     """A context in which the status of this process is reported."""
 
-    def __init__(self, settings: WatchdogSettings, world: World) -> None:
-        """Create a thread that has not begun. `settings` states the limit, and the action at a hang."""
+    def __init__(self, settings: WatchdogSettings, world: World, *, encrypted: bool = False) -> None:
+        """Create a thread that has not begun.
+
+        Args:
+            settings: the limit, and the action at a hang.
+            world: this process's place in the run.
+            encrypted: whether processes may exchange statuses only over the run's own encrypted connections.
+        """
         self.settings, self.world = settings, world
+        self._encrypted = encrypted
         self._beat = min(BEAT_SECONDS, max(settings.timeout / 10, 0.05))
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._main = threading.main_thread().ident or 0
         self._idle = 0.0
         self._counted = time.monotonic()
         self._progress: tuple[Any, ...] = ()
@@ -112,7 +118,7 @@ class StatusThread:
             status = self._current()
             if self._write(status):
                 continue
-            store = store or build_status_store(self.world, status)
+            store = store or build_status_store(self.world, status, encrypted=self._encrypted)
             known = store.publish(status) if store is not None else alone(status, by_rank=hosts_by_rank(self.world))
             self._judge(status, known)
 
@@ -161,7 +167,7 @@ class StatusThread:
                 virtual_rank=here.virtual_rank,
                 limit=self._limit,
                 then=self.settings.action,
-                thread=self._main,
+                thread=threading.main_thread().ident or 0,
             )
         if self._idle >= self._limit / 2:
             self._add_details()
@@ -173,7 +179,7 @@ class StatusThread:
         if self._used is None:
             self._used = time.monotonic(), self._cpu_seconds()
             self._call = flight_recorder.last_call()
-        where, code, waits = describe_frame(_current_frames().get(self._main))
+        where, code, waits = describe_frame(_current_frames().get(threading.main_thread().ident or 0))
         call, pending = self._call
         if pending and not waits and (".wait(" in code or call.startswith("nccl")):
             waits = "others"  # in compiled code, below the script's own line
@@ -197,7 +203,8 @@ class StatusThread:
             state = status_file.state_of(child.pid)
             line = ""
             if self._path is not None:
-                line = status_file.line_of_silent(child.pid, status_file.stacks_path(self._path), self._main)
+                main = threading.main_thread().ident or 0
+                line = status_file.line_of_silent(child.pid, status_file.stacks_path(self._path), main)
             if line:
                 state = "is"
             states.setdefault(f"{state} at {line}" if line else state, []).append(child.pid)

@@ -79,10 +79,11 @@ def private_store(world: World, secure: SecureSettings, store: dist.Store) -> di
         server = StoreServer(MemberListener(listen(world.size, here=False), secret, PURPOSE, REFUSALS), credentials)
         at = {"host": world.host, "addresses": own_addresses(), "port": server.port}
         store.set(WHERE, json.dumps(at))
-        return RendezvousStore(server.connect(), TIMEOUT)
+        return RendezvousStore(server.connect(), TIMEOUT, server.connect)
     store.wait([WHERE], TIMEOUT)
     at = json.loads(store.get(WHERE))
-    return RendezvousStore(enter_store(at, world.rank, world.host, secret, credentials), TIMEOUT)
+    enter = partial(enter_store, at, world.rank, world.host, secret, credentials)
+    return RendezvousStore(enter(), TIMEOUT, enter)
 
 
 def enter_store(at: dict[str, Any], rank: int, host: str, secret: RunSecret, credentials: Credentials) -> socket.socket:

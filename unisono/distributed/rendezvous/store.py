@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ class RendezvousStore(dist.Store):
     Args:
         connection: the connection.
         timeout: how long waits take by default.
+        reconnect: returns another connection to the same store, for `clone`.
 
     Attributes:
         generation: the generation of the group that this process forms or is in. A wait ends when the server's differs.
@@ -37,8 +38,14 @@ class RendezvousStore(dist.Store):
         waits_for_peer: whether the current request waits for a key that a peer sets.
     """
 
-    def __init__(self, connection: socket.socket, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        timeout: timedelta,
+        reconnect: Callable[[], socket.socket] | None = None,
+    ) -> None:
         super().__init__()
+        self._reconnect = reconnect
         self.generation = 0
         self._timeout = timeout
         self.calls, self.requests, self.waits_for_peer = 0, 0, False
@@ -109,6 +116,12 @@ class RendezvousStore(dist.Store):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+
+    def clone(self) -> RendezvousStore:
+        """Return the same store with a connection of its own, for another thread. Waits of this one do not block it."""
+        if self._reconnect is None:
+            raise NotImplementedError("this store has one connection")
+        return RendezvousStore(self._reconnect(), self._timeout, self._reconnect)
 
     @property
     def timeout(self) -> timedelta:
