@@ -199,6 +199,11 @@ def test_a_file_is_written(tmp_path: Path, written: Any, capsys: pytest.CaptureF
         ("--claim a --storage-class b", "--storage-class needs --volume-size.", "--volume-size 100Gi"),
         ("--claim a --resume", "--resume is not needed.", "train.py --image i --claim a"),
         ("--claim a --set exchange=tre", "Invalid value: exchange = tre", "exchange=tree"),
+        (
+            "--claim a --ranks 2 --set secure.transport=tls",
+            "secure.transport=tls needs a secret that all",
+            "--secret-name NAME",
+        ),
         ("--claim a --secret-name b", "--secret-name is for several pods.", "--claim a"),
         ("--claim a --ranks 2 --secret-name b_c", "Invalid value for --secret-name: b_c", "--secret-name b-c"),
         ("--claim a --grace 0", "--grace 0 is out of range.", "--image i --claim a"),

@@ -56,7 +56,8 @@ def kubernetes(
     count = numbers(ranks, 0, line).usual
     name = pods.name or label_of(Path(target).stem)
     run_dir = PurePosixPath(request.run_dir or RUNS / name)
-    problems = _problems_of_target(target, count, request, line, sends=script_from_config_map)
+    several = not pods.secret_name and count > pods.in_each
+    problems = _problems_of_target(target, count, request, line, sends=script_from_config_map, without_secret=several)
     problems += pods.problems(name, count, line)
     if not run_dir.is_absolute() or run_dir.parent == PurePosixPath("/"):
         fact = "It is a folder in the pods, and the volume is mounted at the folder above it."
@@ -111,9 +112,18 @@ def _write(plan: PodPlan, output: Path | None, line: CommandLine, *, in_job_set:
 
 
 def _problems_of_target(
-    target: str, ranks: int, request: RunRequest, line: CommandLine, *, sends: bool
+    target: str, ranks: int, request: RunRequest, line: CommandLine, *, sends: bool, without_secret: bool
 ) -> list[Problem]:
-    """Return what is wrong with the target and the settings. A script in the image need not exist here."""
+    """Return what is wrong with the target and the settings. A script in the image need not exist here.
+
+    Args:
+        target: the name of a recipe, or the path of a script.
+        ranks: the number of processes.
+        request: the flags of a run.
+        line: the typed command, for messages.
+        sends: whether the manifest contains the script.
+        without_secret: whether several pods have no Secret of the cluster.
+    """
     problems = []
     script = recipes().get(target, Path(target))
     if sends and target in recipes():
@@ -135,7 +145,14 @@ def _problems_of_target(
         problems.append(Problem("--resume is not needed.", fact, str(line.without("--resume"))))
     if request.settings_file is not None and not request.settings_file.is_file():
         return problems  # a file in the image
-    return problems + check_settings(script, ranks, request, line, report=None)[1]
+    settings, found = check_settings(script, ranks, request, line, report=None)
+    secure = None if settings is None else settings.secure
+    if without_secret and secure is not None and secure.transport == "tls" and not (secure.ca or secure.secret_file):
+        fact = "The pods have neither a common secret nor certificates, so each would refuse the others."
+        make = "kubectl create secret generic NAME --from-literal=secret=$(openssl rand -hex 32)"
+        do = f"{line.flag('--secret-name', 'NAME')}, after: {make}"
+        found.append(Problem("secure.transport=tls needs a secret that all pods have.", fact, do))
+    return problems + found
 
 
 def _words(pods: PodFlags, ranks: str, *, job_set: bool, sends: bool) -> list[str]:
