@@ -20,6 +20,7 @@ _EXPORTS = {
     "LoaderSettings": "unisono.config",
     "ParallelSettings": "unisono.config",
     "PromiseSettings": "unisono.config",
+    "SavedWeights": "unisono.checkpoint.saved_weights",
     "SequenceDims": "unisono.parallel.context_parallel.sequence_split",
     "Run": "unisono.train.run",
     "Step": "unisono.train.step",
@@ -42,10 +43,14 @@ _EXPORTS = {
     "StuckError": "unisono.errors",
 }
 
+_MODULES = ("distill", "ray")
+
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from unisono import distill as distill
     from unisono import ray as ray
+    from unisono.checkpoint.saved_weights import SavedWeights as SavedWeights
     from unisono.config import CheckpointSettings as CheckpointSettings
     from unisono.config import LoaderSettings as LoaderSettings
     from unisono.config import ParallelSettings as ParallelSettings
@@ -80,8 +85,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ray":
-        return importlib.import_module("unisono.ray")
+    if name in _MODULES:
+        return importlib.import_module(f"unisono.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}; it has {', '.join(__all__)}")
     if name in ("main", "launch"):  # before a module needs something that an old torch lacks

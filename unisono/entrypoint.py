@@ -135,9 +135,9 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         with _own_arguments(start.request):
             dry_run(train, loaded.settings, world)
         return
-    divided = loaded.settings.parallel.shard != 1
-    joining = join(world, divided=divided, backend=loaded.settings.backend, secure=loaded.settings.secure)
-    watch = StatusThread(loaded.settings.watchdog, world, encrypted=loaded.settings.secure.transport == "tls")
+    settings = loaded.settings
+    joining = join(world, divided=settings.parallel.shard != 1, backend=settings.backend, secure=settings.secure)
+    watch = StatusThread(settings.watchdog, world, encrypted=settings.secure.transport == "tls")
     with watch, joining as group, ExitStack() as kept:
         shown, path, resumes = _on_main(group, lambda: (*start.run_dir(kept), request.resume))
         run_dir = Path(path)  # absolute, because the script may change its working directory
@@ -153,11 +153,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
         kinds = group.all_gather_object(device_kind(group.device))
         if group.mixed:  # the main process may change
             facts["device"] = " and ".join(sorted(set(group.all_gather_object(facts["device"]))))
-        parallel = loaded.settings.parallel
-        axes = fill(wanted(parallel), group.size)
+        axes = fill(wanted(settings.parallel), group.size)
         assert axes is not None, "checked with the settings"
         identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
-        identity["layout"] = layout(parallel, axes)
+        identity["layout"] = layout(settings.parallel, axes)
         _start_output(group.rank if world.number is None else world.number, world, run_dir)
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
@@ -277,6 +276,7 @@ INSPECTIONS = {
     "evidence": "unisono.train.diagnostics.dump:dump_run",
     "replay": "unisono.train.diagnostics.replay_step:replay_run",
     "audit": "unisono.train.diagnostics.audited_run:audit_run",
+    "export": "unisono.export.captured_call:export_run",
     "flops": "unisono.train.recording.flop_count:count_flops",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""

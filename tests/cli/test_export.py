@@ -13,10 +13,10 @@ from tests.checkpoints import save
 from tests.cli.command import last_json
 from tests.cli.refused_requests import RequestProblems
 from tests.ranks.training import MLP, TinyGPT, settings, train
-from unisono.checkpoint.export_weights import without_ties
 from unisono.checkpoint.load import load, newest
 from unisono.cli.main import main
 from unisono.config import ParallelSettings
+from unisono.export.safetensors_file import without_ties
 from unisono.testing import run_ranks
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.sources import LIBRARY, files, tree
-from unisono import _EXPORTS
+from unisono import _EXPORTS, _MODULES
 
 STEPS = {
     "security": -1,
@@ -40,6 +40,8 @@ STEPS = {
     "report": 6,
     "metrics": 6,
     "train": 6,
+    "export": 7,
+    "distill": 7,
     "local_sgd": 7,
     "param_server": 7,
     "recipes": 8,
@@ -129,7 +131,7 @@ def private_imports_of_recipe(source: ast.Module) -> list[str]:
             if isinstance(node, ast.Import)
             else [f"unisono.{alias.name}" if node.module == "unisono" else node.module or "" for alias in node.names]
         )
-        if room_of(name) not in ("", "recipes")
+        if room_of(name) not in ("", "recipes", *_MODULES)
         and name.startswith("unisono.")
         and name[len("unisono.") :] not in _EXPORTS
     ]

@@ -187,7 +187,7 @@ def _private_store() -> Any:
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
-    store: Any = _get_default_store()  # type: ignore[no-untyped-call]
+    store: Any = _get_default_store()
     while isinstance(store, sys.modules["torch"].distributed.PrefixStore):
         store = store.underlying_store
     try:

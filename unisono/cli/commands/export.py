@@ -1,9 +1,12 @@
-"""unisono export: write a run's weights to one file for other programs."""
+"""unisono export: write a run's weights, or its model as a program, for other programs."""
 
 from __future__ import annotations
 
 import json as json_
 import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +14,11 @@ from cyclopts import Parameter
 
 from unisono.checkpoint.signature import private_key, sign_export, trusted_keys
 from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
-from unisono.config import plural
+from unisono.cli.compare.program_export import ProgramExportRun
+from unisono.cli.compare.rerun import earlier
+from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
+from unisono.export.formats import WEIGHTS, require_format, suffix_of
 
 
 def export(
@@ -20,28 +26,40 @@ def export(
     out: Path,
     /,
     *,
+    kind: Annotated[str, Parameter(name="--format", metavar="NAME")] = WEIGHTS,
     model: Annotated[str | None, Parameter(metavar="NAME")] = None,
     sign: Annotated[Path | None, Parameter(metavar="KEY")] = None,
     trust: Annotated[tuple[Path, ...], Parameter(metavar="KEY", negative=(), consume_multiple=False)] = (),
+    script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     force: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
 ) -> int:
-    """Write a run's weights to one safetensors file, under the model's own names.
+    """Write the weights of a run, or its model as a program that needs neither Unisono nor the script.
 
-    Tied weights are written once; safetensors.torch.load_model(model, OUT) restores them.
+    By default the weights go to one safetensors file, under the model's own names. Tied weights are written once;
+    safetensors.torch.load_model(model, OUT) restores them.
+
+    For a program, the script of the run is executed to its first step, whose inputs are the example. The program is
+    loaded again in a fresh process, and compared with the model. A report and a model card are written beside it.
 
     Parameters
     ----------
     folder
         A run directory, for its newest complete checkpoint, or a checkpoint.
     out
-        The file to write.
+        The file to write; a folder for the format hf.
+    kind
+        safetensors: weights. torch: a program of torch.export. aoti: compiled by AOTInductor for this processor. onnx.
+        hf: a folder that from_pretrained of transformers loads.
     model
-        Write only this model. By default all tracked models are written, with the model's name as a prefix.
+        Write only this model. By default the weights of all tracked models are written, with the model's name as a
+        prefix.
     sign
         Sign the file with this private key, in OUT.signature.json.
     trust
         Export only a checkpoint that this public key, or another one of several, has signed.
+    script
+        The script of the run, if it was moved.
     force
         Overwrite an existing file.
     json
@@ -50,13 +68,25 @@ def export(
 
     def line(folder: Path, out: Path, *flags: str) -> str:
         words = ["unisono", "export", str(folder), str(out), *(["--model", model] if model is not None else [])]
+        words += ["--format", kind] if kind != WEIGHTS else []
         return shlex.join([*words, *flags])
 
+    _check_paths(folder, out, kind, line, force=force)
+    if kind != WEIGHTS:
+        return _export_program(folder, out, kind, model or "", script, line, sign=sign, trust=trust, as_json=json)
+    return _export_weights(folder, out, model, sign, trust, as_json=json)
+
+
+def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *, force: bool) -> None:
+    """Raise SettingsError if there is nothing to export, or if it cannot be written."""
     if error := no_checkpoint(folder):
         facts = "The first argument is a run directory, or a checkpoint."
         raise SettingsError(error, facts, line(Path(with_checkpoints(folder)), out))
-    if out.is_dir():
-        raise SettingsError(f"{out} is a folder.", "Weights go to one file.", line(folder, out / "model.safetensors"))
+    require_format(kind, shlex.join(["unisono", "export", str(folder), str(out)]))
+    if out.is_dir() and kind != "hf":
+        raise SettingsError(
+            f"{out} is a folder.", "An export is one file.", line(folder, out / f"model{suffix_of(kind)}")
+        )
     if not out.parent.is_dir():
         do = f"mkdir -p {out.parent} && {line(folder, out, *['--force'] * force)}"
         raise SettingsError(f"Cannot write {out}.", f"There is no folder {out.parent}.", do)
@@ -64,13 +94,19 @@ def export(
         other = out.with_name(f"{out.stem}-2{out.suffix}")
         do = f"{line(folder, out, '--force')}, or: {line(folder, other)}"
         raise SettingsError(f"{out} exists.", "An existing file is overwritten only with --force.", do)
-    from unisono.checkpoint.export_weights import export as write  # here, because it loads torch
+
+
+def _export_weights(
+    folder: Path, out: Path, model: str | None, sign: Path | None, trust: Sequence[Path], *, as_json: bool
+) -> int:
+    """Export weights to a safetensors file, and return the exit status."""
     from unisono.checkpoint.load import only_signed
+    from unisono.export.safetensors_file import export as write  # here, because it loads torch
 
     key = private_key(sign) if sign is not None else None
     done = write(folder, out, model, accept=only_signed(trusted_keys(trust)))
     signature = sign_export(out, key) if key is not None else None
-    if json:
+    if as_json:
         summary = {name: str(v) if isinstance(v, Path) else v for name, v in done._asdict().items()}
         summary["signature"] = None if signature is None else str(signature)
         print(json_.dumps(summary))
@@ -84,3 +120,39 @@ def export(
         print(f"{signature}: the signature")
     print(f"weights_sha256 {done.weights_sha256}")
     return 0
+
+
+def _export_program(
+    folder: Path,
+    out: Path,
+    kind: str,
+    model: str,
+    script: Path | None,
+    line: Callable[..., str],
+    *,
+    sign: Path | None,
+    trust: Sequence[Path],
+    as_json: bool,
+) -> int:
+    """Export the model of a run directory as a program, and return the exit status."""
+    if sign is not None and kind == "hf":
+        fact = "A signature covers one file, and this format is a folder."
+        raise SettingsError("--sign cannot be combined with --format hf.", fact, line(folder, out))
+    key = private_key(sign) if sign is not None else None
+    typed = CommandLine(tuple(shlex.split(line(folder, out))))
+    again = earlier(folder, script, typed)
+    with tempfile.TemporaryDirectory(prefix="unisono-export-") as scratch:
+        status = ProgramExportRun(
+            again=again,
+            shown=folder,
+            format=kind,
+            model=model,
+            out=out,
+            trust=trusted_keys(trust),
+            folder=Path(scratch),
+            line=typed,
+            as_json=as_json,
+        ).run()
+    if key is not None and status == 0:
+        print(f"{sign_export(out, key)}: the signature", file=sys.stderr if as_json else sys.stdout)
+    return status

@@ -81,14 +81,16 @@ class Rerun:
                 return after, path
         return 0, None
 
-    def request(self, scratch: Path, checkpoint: Path | None, sets: Collection[str], trace: str) -> RunRequest:
+    def request(
+        self, scratch: Path, checkpoint: Path | None, sets: Collection[str], trace: str, accept: Collection[str] = ()
+    ) -> RunRequest:
         """Return the flags of the new run, and create its run directory, `scratch`."""
         accepted: tuple[str, ...] = ()
         scratch.mkdir(parents=True)
         if checkpoint is not None:
             (scratch / "checkpoints").mkdir()
             (scratch / "checkpoints" / checkpoint.name).symlink_to(checkpoint.resolve())
-            accepted = (*ENVIRONMENT, *(("exchange",) if AS_TREE[0] in self.sets else ()))
+            accepted = (*ENVIRONMENT, *accept, *(("exchange",) if AS_TREE[0] in self.sets else ()))
         return RunRequest(
             sets=(*self.sets, *sets, CHECKPOINTS_IN_RUN_DIR),
             settings_file=self.settings_file,
@@ -99,10 +101,17 @@ class Rerun:
         )
 
     def run(
-        self, scratch: Path, *, ranks: int, checkpoint: Path | None, sets: Collection[str] = (), trace: str
+        self,
+        scratch: Path,
+        *,
+        ranks: int,
+        checkpoint: Path | None,
+        sets: Collection[str] = (),
+        trace: str,
+        accept: Collection[str] = (),
     ) -> RunOutcome:
-        """Run the script again without output on the screen."""
-        request = self.request(scratch, checkpoint, sets, trace)
+        """Run the script again without output on the screen. `accept`: settings that may differ from the run's."""
+        request = self.request(scratch, checkpoint, sets, trace, accept)
         with chdir(self.folder):
             return self.start(
                 self.script,

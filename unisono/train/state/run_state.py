@@ -13,6 +13,7 @@ import torch
 from unisono import phases
 from unisono.checkpoint import load as loading
 from unisono.checkpoint.save import CheckpointSaver, packed
+from unisono.checkpoint.saved_weights import SavedWeights
 from unisono.checkpoint.sharded_state import apart, gather_state, load_module, local_part, simple, tied
 from unisono.checkpoint.signature import Sign, unsigned
 from unisono.checkpoint.storage import Storage, storage_of
@@ -158,7 +159,13 @@ class RunState:
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:
         """Raise CheckpointError if a placed model, an optimizer or a schedule that was stepped is not tracked."""
         covered = {id(t) for model in self.models.values() for t in (*model.parameters(), *model.buffers())}
-        forgotten = [m for m in placed if any(id(t) not in covered for t in (*m.parameters(), *m.buffers()))]
+        sources = [thing for thing in self.tracked.values() if isinstance(thing, SavedWeights)]
+        forgotten = [
+            m
+            for m in placed
+            if any(id(t) not in covered for t in (*m.parameters(), *m.buffers()))
+            and not any(source.holds(m) for source in sources)
+        ]
         forgotten += [
             s for s in steppers if hasattr(s, "state_dict") and not any(s is t for t in self.tracked.values())
         ]

@@ -1,0 +1,130 @@
+"""Train the distill recipe with small settings: placements, resume, kills, wrong teachers; and with its defaults."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.test_text import TOY as TEACHER
+from tests.recipes.training import (
+    assert_same_run,
+    resume_on_three_processes,
+    run_recipe,
+    train_on_one_process,
+    train_recipe,
+)
+
+MEASURED = ("teacher_bits_per_byte", "student_bits_per_byte", "alone_bits_per_byte")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train a teacher of two blocks, and return the settings of the student's run."""
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    train_on_one_process("text", folder, sets={**TEACHER, "model.depth": 2})
+    return {"teacher": folder, "keep": "[1]", "steps": 6, "batch": 10, "validate_bytes": 3000}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, toy: dict[str, Any]) -> dict[str, Any]:
+    """Train on one process, and return the contents of result.json."""
+    return train_on_one_process("distill", tmp_path_factory.mktemp("reference") / "run", sets=toy)
+
+
+def test_two_processes_print_metrics_and_match_one(
+    tmp_path: Path, toy: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    result, screen = train_recipe("distill", tmp_path / "run", 2, sets=toy)
+    for name in ("teacher", "student", "alone"):
+        assert f"{result[f'{name}_bits_per_byte']:.3f} bits per byte" in screen
+    assert_same_run(result, reference, *MEASURED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_any_number_of_processes(tmp_path: Path, toy: dict[str, Any], reference: dict[str, Any], ranks: int) -> None:
+    assert_same_run(train_recipe("distill", tmp_path / "run", ranks, sets=toy)[0], reference, *MEASURED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "ranks"), [("shard", 2), ("shard", 4), ("context", 2)], ids=["shard", "shard and replicate", "context"]
+)
+def test_teacher_and_students_are_divided(
+    tmp_path: Path, toy: dict[str, Any], reference: dict[str, Any], axis: str, ranks: int
+) -> None:
+    sets = {**toy, f"parallel.{axis}": 2}
+    result = train_recipe("distill", tmp_path / "run", ranks, sets=sets)[0]
+    if axis == "shard":
+        assert_same_run(result, reference, *MEASURED)
+    else:
+        assert result["student_bits_per_byte"] == pytest.approx(reference["student_bits_per_byte"], rel=1e-3)
+
+
+DYING = """
+import os, signal
+from pathlib import Path
+import unisono
+from unisono.recipes import distill
+
+calls, loss_sum = 0, distill.loss_sum
+
+def dying(*batch):
+    global calls
+    calls += 1
+    mark = Path(__file__).with_name("killed")
+    if calls == 7 and unisono.World.current().rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss_sum(*batch)
+
+distill.loss_sum = dying
+if __name__ == "__main__":
+    unisono.main(distill.main, distill.Settings)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_and_a_resume_change_nothing(
+    tmp_path: Path, toy: dict[str, Any], reference: dict[str, Any]
+) -> None:
+    for axis, ranks in (("replicate", 3), ("shard", 2)):  # the other processes continue, or all of them restart
+        folder = tmp_path / axis
+        folder.mkdir()
+        (folder / "dying.py").write_text(DYING)
+        sets = {**toy, "checkpoint.every": 1, f"parallel.{axis}": ranks}
+        killed = train_recipe(str(folder / "dying.py"), folder / "run", ranks, sets=sets)[0]
+        assert (folder / "killed").exists()
+        assert_same_run(killed, reference, *MEASURED)
+    assert_same_run(resume_on_three_processes("distill", tmp_path / "resumed", toy), reference, *MEASURED)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({"teacher": "none"}, "The distill recipe needs a teacher."),
+    "no run": ({"teacher": "missing"}, "There is no folder missing."),
+    "no block": ({"keep": "[2]"}, "The teacher has no block 2."),
+    "a pipeline": ({"parallel.pipeline": 2}, "The distill recipe cannot have parallel.pipeline=2."),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_teachers_are_refused(tmp_path: Path, toy: dict[str, Any], name: str) -> None:
+    changed, expected = WRONG[name]
+    ended = run_recipe("distill", tmp_path / "run", 2, sets={**toy, **changed})
+    assert ended.returncode != 0
+    assert expected in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_student_is_better_than_a_model_of_its_size(tmp_path: Path) -> None:
+    """With the defaults, it is between a model that is trained alone and its teacher."""
+    train = partial(train_recipe, ranks=2)
+    train("text", tmp_path / "teacher", sets={"sample_bytes": 0})
+    result, _ = train("distill", tmp_path / "run", sets={"teacher": tmp_path / "teacher"})
+    teacher, student, alone = (result[name] for name in MEASURED)
+    assert teacher < student < alone

@@ -1,0 +1,163 @@
+"""Export the model of a run as a program: run its script to the first step, write, load again elsewhere, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import unisono.export
+from unisono.checkpoint.signature import TrustedKey, check_checkpoint
+from unisono.cli.compare.repeated_runs import Verification, reason_of
+from unisono.cli.compare.rerun import Rerun
+from unisono.errors import CheckpointError, SettingsError
+from unisono.export.formats import FORMATS
+from unisono.export.model_card import model_card
+
+PLAIN_PROGRAM = ("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false")
+"""Settings that change how a model computes, and not its weights. Results depend on them."""
+
+LOAD_AGAIN = Path(unisono.export.__file__).with_name("load_again.py")
+"""The program of the fresh process. It is not imported here, because it loads torch."""
+
+LOAD_SECONDS = 600.0
+"""Time limit for the fresh process."""
+
+
+@dataclass(kw_only=True)
+class ProgramExportRun(Verification):
+    """One export.
+
+    Attributes:
+        again: How to run the script again.
+        shown: The run directory as it was typed.
+        format: The name of the format.
+        model: The name of the model; "" for the only one.
+        out: The file or folder to write.
+        trust: Public keys, of which one must have signed the checkpoint; (): a signature is not needed.
+    """
+
+    again: Rerun
+    shown: Path
+    format: str
+    model: str
+    out: Path
+    trust: Sequence[TrustedKey] = ()
+
+    def run(self) -> int:
+        """Export the model, and return the exit status."""
+        step, checkpoint = self.again.checkpoint()
+        if checkpoint is None:
+            fact, do = "It has no intact checkpoint.", f"unisono fingerprint {self.shown}, which says what is damaged"
+            raise CheckpointError(f"Cannot export the model of {self.shown}.", fact, do)
+        if self.trust:
+            check_checkpoint(checkpoint, self.trust)
+        samples = self._write(checkpoint)
+        if samples is None:
+            return self._leave(1)
+        program = samples / f"program{FORMATS[self.format].suffix}"
+        known = json.loads((samples / "facts.json").read_text(encoding="utf-8"))
+        compared = self._load_again(program, samples)
+        report = {
+            "run": str(self.shown),
+            "step": step,
+            "format": self.format,
+            **known,
+            "bytes": sum(path.stat().st_size for path in (program, *program.rglob("*")) if path.is_file()),
+            "weights_sha256": self._fingerprint(checkpoint),
+            **compared,
+        }
+        if not report["relative"] <= FORMATS[self.format].bound:
+            raise CheckpointError(
+                f"The exported {known['class']} computes other values than the model.",
+                f"The outputs differ by {report['relative']:.1e}, relative to their norm; {self.format} is allowed "
+                f"{FORMATS[self.format].bound:.0e}.",
+                "a model that draws random numbers in eval mode cannot be exported; --format safetensors can.",
+            )
+        self._publish(program, report)
+        return self._leave(0, **report)
+
+    def _write(self, checkpoint: Path) -> Path | None:
+        """Let the script of the run write the program and samples, and return their folder; None if it failed."""
+        folder = self.folder / "export"
+        folder.mkdir()
+        request = {"format": self.format, "model": self.model, "folder": str(folder)}
+        outcome = self.again.run(
+            self.folder / "run",
+            ranks=1,
+            checkpoint=checkpoint,
+            sets=(*PLAIN_PROGRAM, "parallel.cuda_graphs=false", "parallel.activation_checkpoint=none"),
+            accept=[each.partition("=")[0] for each in PLAIN_PROGRAM],
+            trace=f"export:{json.dumps(request)}",
+        )
+        if not (folder / "facts.json").is_file():
+            if outcome.failure is None:
+                fact, do = "The script ends before its first step.", "--format safetensors exports the weights"
+                raise SettingsError(f"Cannot export the model of {self.shown}.", fact, do)
+            print(reason_of(outcome)[0], file=sys.stderr)
+            return None
+        return folder
+
+    def _load_again(self, program: Path, samples: Path) -> dict[str, Any]:
+        """Load the program in a fresh process without this library, and return how its outputs differ."""
+        threads = str(self.again.settings.get("threads", 1))
+        command = [sys.executable, "-I", str(LOAD_AGAIN), self.format, str(program), str(samples), threads]
+        try:
+            done = subprocess.run(command, cwd=samples, capture_output=True, text=True, timeout=LOAD_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise self._unusable(f"It did not answer within {LOAD_SECONDS:g} s.") from None
+        if done.returncode:
+            raise self._unusable((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    def _unusable(self, fact: str) -> CheckpointError:
+        error = f"The program was written, and a fresh process cannot use it: nothing is at {self.out}."
+        return CheckpointError(error, fact, "--format torch, or --format safetensors for the weights")
+
+    def _fingerprint(self, checkpoint: Path) -> str:
+        from unisono.checkpoint.load import fingerprint  # here, because it loads torch
+
+        return str(fingerprint(checkpoint)["weights_sha256"])
+
+    def _publish(self, program: Path, report: Mapping[str, Any]) -> None:
+        """Move the program to its place, with report and model card beside it."""
+        card = model_card(self.again.run_dir or self.shown, report)
+        text = json.dumps(report, indent=1) + "\n"
+        draft = self.out.with_name(f".{self.out.name}.{os.getpid()}.unfinished")
+        try:
+            if program.is_dir():
+                shutil.copytree(program, draft)
+                (draft / "export.json").write_text(text, encoding="utf-8")
+                (draft / "README.md").write_text(card, encoding="utf-8")
+                if self.out.is_dir():
+                    shutil.rmtree(self.out)
+            else:
+                shutil.copyfile(program, draft)
+                self.out.with_name(f"{self.out.name}.export.json").write_text(text, encoding="utf-8")
+                self.out.with_name(f"{self.out.name}.md").write_text(card, encoding="utf-8")
+            draft.replace(self.out)
+        except OSError as error:
+            shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
+            fact = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"Cannot write {self.out}.", fact, "name another path.") from error
+        self._say(
+            f"{self.out}: {report['class']}, {report['parameters']:,} parameters after step {report['step']}, "
+            f"{report['bytes'] / 1e6:.1f} MB"
+        )
+        for name, size in report.get("inputs", {}).items():
+            self._say(f"input {name}: {', '.join(map(str, size))}")
+        self._say(
+            f"loaded in a fresh process: outputs differ by {report['relative']:.1e} (relative), "
+            f"{report['milliseconds']:.2f} ms for {report['samples']} samples on one thread"
+        )
+        self._say(f"weights_sha256 {report['weights_sha256']}")
+
+    def _facts(self, status: int) -> dict[str, Any]:
+        return {"out": str(self.out)}

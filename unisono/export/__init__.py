@@ -1,0 +1,1 @@
+"""Files with a run's weights that other programs load."""

@@ -1,0 +1,128 @@
+"""Export the model of an earlier run as a program: run its script to the first step, and capture a call of the model.
+
+    checkpoint --> script, on one process --> first micro-batch --> model(*args, **kwargs) --> writer of the format
+                                              does not count        inputs are the example
+
+Only the script's own code builds the model, and only its loop calls it. So the inputs of the exported program are those
+of the training loop. The run itself is not touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from unisono.errors import LoopError, RunStopped
+from unisono.export.samples import ModelCall
+from unisono.export.writers import write_program
+from unisono.parallel.precision import AutocastForward
+from unisono.train.batches.spare_rounds import SpareRounds, gradients_aside
+from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.extensions import Extension
+from unisono.train.gradient_pass import GradientPass
+from unisono.train.step_state import StepState
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to write.
+
+    Attributes:
+        format: The name of the format (formats.py).
+        model: The name under which the run tracks the model; "" if it tracks one.
+        folder: The folder for the program, the samples and the facts.
+    """
+
+    format: str
+    model: str
+    folder: str
+
+    @classmethod
+    def of(cls, text: str) -> ExportRequest:
+        """Parse the text form, a JSON object."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Capture:
+    """The inputs of the first call of a model; None before it."""
+
+    call: ModelCall | None = None
+
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the inputs. It is a forward pre-hook."""
+        if self.call is None:
+            inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+            self.call = ModelCall(*inputs)
+
+
+@contextmanager
+def capturing(model: torch.nn.Module) -> Iterator[Capture]:
+    """Return a block in which the first call of a model is captured."""
+    capture = Capture()
+    hook = model.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        yield capture
+    finally:
+        hook.remove()
+
+
+class ProgramExport(Extension):
+    """Compute one virtual rank of a step, export the model with the inputs of its first call, and end the run.
+
+    Args:
+        request: What to write.
+        context: The context of the run.
+        parts: The parts of its loop.
+    """
+
+    def __init__(self, request: ExportRequest, context: RunContext, parts: LoopParts) -> None:
+        self._request, self._context = request, context
+        self._spare = SpareRounds(parts.source, context.models, parts.checks)
+        progress = context.progress
+        progress.steps_done = max(min(progress.steps_done, progress.last - 1), 0)  # a run that has ended, too
+
+    def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
+        model = self._model()
+        gradient.prepare()
+        before = [buffer.clone() for buffer in model.buffers()]
+        with capturing(model) as capture, gradients_aside(gradient):
+            yield from self._spare.rounds(step, gradient, 0)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        if capture.call is None:
+            raise LoopError(
+                f"The loop of the script does not call the model {type(model).__name__} in its first pass.",
+                "An export needs the inputs of a call as an example.",
+                "name another model (--model NAME), or export the weights (--format safetensors).",
+            )
+        if isinstance(model.forward, AutocastForward):
+            model.forward = model.forward.forward
+        write_program(self._request.format, model, capture.call, Path(self._request.folder))
+        raise RunStopped
+
+    def _model(self) -> torch.nn.Module:
+        models, name = self._context.state.models, self._request.model
+        if not name and len(models) == 1:
+            return next(iter(models.values()))
+        if name not in models:
+            known = ", ".join(models) or "none"
+            error = f"The run tracks no model {name!r}." if name else f"The run tracks {len(models)} models."
+            raise LoopError(error, f"Its models are {known}.", f"--model {next(iter(models), 'NAME')}")
+        return models[name]
+
+
+def export_run(request: str, rank: int) -> Inspection:
+    """Return an inspection that exports a model. `request`: an ExportRequest as text; `rank`: of this process."""
+    return Inspection(partial(ProgramExport, ExportRequest.of(request)))

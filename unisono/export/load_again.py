@@ -1,0 +1,130 @@
+"""Load an exported program in a fresh process, and compare its outputs with those of the model.
+
+This file uses nothing of unisono. It is run as a program, python load_again.py FORMAT PROGRAM SAMPLES_FOLDER THREADS,
+and prints one JSON object: {"difference": ..., "relative": ..., "milliseconds": ..., "megabytes": ...}.
+
+    difference      largest absolute difference of an element, over all samples
+    relative        largest norm of a difference, relative to the norm of the output
+    milliseconds    median time of a call with the first samples
+    megabytes       largest resident memory of this process
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+Call = Callable[..., Any]
+
+CALLS, SECONDS = 20, 5.0
+"""Calls that are timed, at most for this long."""
+
+
+def load_torch(path: str) -> Call:
+    return torch.export.load(path).module()
+
+
+def load_aoti(path: str) -> Call:
+    from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)
+
+
+def load_onnx(path: str) -> Call:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = tensors_of([*args, kwargs])
+        inputs = {name: value.numpy() for name, value in zip(names, values, strict=True)}
+        return [torch.from_numpy(found) for found in session.run(None, inputs)]
+
+    return call
+
+
+def load_hf(path: str) -> Call:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    return getattr(transformers, config.architectures[0]).from_pretrained(path).eval()
+
+
+def value_of(form: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    ((kind, value),) = form.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {name: value_of(item, tensors) for name, item in value.items()}
+    if kind in ("list", "tuple"):
+        return (list if kind == "list" else tuple)(value_of(item, tensors) for item in value)
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, dict) or hasattr(value, "items"):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_of(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def compare(call: Call, rows: list[Any], tensors: dict[str, torch.Tensor]) -> tuple[float, float]:
+    difference = relative = 0.0
+    for row in rows:
+        found = tensors_of(call(*value_of(row["args"], tensors), **value_of(row["kwargs"], tensors)))
+        expected = tensors_of(value_of(row["outputs"], tensors))
+        if [each.shape for each in found] != [each.shape for each in expected]:
+            raise SystemExit(f"the outputs have the shapes {[list(each.shape) for each in found]}")
+        for ours, theirs in zip(found, expected, strict=True):
+            ours, theirs = ours.double(), theirs.double()
+            if ours.numel():
+                found_difference = float((ours - theirs).abs().max())
+                found_relative = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+                difference = difference if found_difference <= difference else found_difference  # NaN stays
+                relative = relative if found_relative <= relative else found_relative
+    return difference, relative
+
+
+def median_milliseconds(call: Call, row: Any, tensors: dict[str, torch.Tensor]) -> float:
+    args, kwargs = value_of(row["args"], tensors), value_of(row["kwargs"], tensors)
+    times: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(times) < CALLS and (not times or time.perf_counter() < end):
+        began = time.perf_counter()
+        call(*args, **kwargs)
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def main(kind: str, path: str, folder: str, threads: str) -> None:
+    torch.set_num_threads(int(threads))
+    tensors = load_file(f"{folder}/samples.safetensors")
+    with open(f"{folder}/samples.json", encoding="utf-8") as file:
+        rows = json.load(file)
+    call = {"torch": load_torch, "aoti": load_aoti, "onnx": load_onnx, "hf": load_hf}[kind](path)
+    with torch.no_grad():
+        difference, relative = compare(call, rows, tensors)
+        milliseconds = median_milliseconds(call, rows[0], tensors)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(
+        json.dumps(
+            {
+                "difference": difference,
+                "relative": relative,
+                "milliseconds": milliseconds,
+                "megabytes": peak,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

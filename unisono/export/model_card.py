@@ -1,0 +1,87 @@
+"""The model card of an export: a README in Markdown that says where the model comes from (arXiv 1810.03993)."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from unisono.config.toml_file import flat_items
+from unisono.report.result_file import read_result
+
+FACTS = ("torch", "numpy", "device", "processor", "instruction_set", "python")
+"""Entries of environment.json that are shown."""
+
+
+def model_card(run_dir: Path, report: Mapping[str, Any]) -> str:
+    """Return the text.
+
+    Args:
+        run_dir: The run directory.
+        report: The content of export.json.
+    """
+    result, environment = read_result(run_dir) or {}, _json(run_dir / "environment.json")
+    values = {
+        name: value
+        for name, value in result.items()
+        if isinstance(value, float) and name not in ("seconds", "samples_per_second", "bytes_per_step")
+    }
+    lines = [
+        f"# {report['class']}",
+        "",
+        f"{report['parameters']:,} parameters, {report['format']}, exported by Unisono from {run_dir.name} after step "
+        f"{report['step']}.",
+        "",
+        *_table("Results of the run", values, "Value"),
+        *_table("Settings that differ from the defaults", _settings(run_dir / "settings.toml"), "Value"),
+        *_table("Environment", {name: environment[name] for name in FACTS if name in environment}, "Value"),
+        *_table("Inputs", {name: list(map(str, size)) for name, size in report.get("inputs", {}).items()}, "Shape"),
+        "## Reproduction",
+        "",
+        f"Script: `{environment.get('script', 'unknown')}`. Promise: **{result.get('promise', 'unknown')}**, "
+        f"{result.get('reason', 'the run has not ended')}. SHA-256 of the weights:",
+        "",
+        f"```text\n{report['weights_sha256']}\n```",
+        "",
+        "## The exported program",
+        "",
+        "Loaded again in a process without Unisono, its outputs differ from those of the model by "
+        f"{report['relative']:.1e}, relative to their norm, on {report['samples']} samples of the training data. A "
+        f"call with them takes {report['milliseconds']:.2f} ms on one thread. The file has "
+        f"{report['bytes'] / 1e6:.2f} MB, and the process {report['megabytes']:.0f} MB of memory.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(title: str, values: Mapping[str, Any], column: str) -> list[str]:
+    if not values:
+        return []
+    rows = [f"| `{name}` | {_cell(value)} |" for name, value in values.items()]
+    return [f"## {title}", "", f"| Name | {column} |", "|---|---|", *rows, ""]
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Return the settings whose line names another source than the default."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = dict(flat_items(tomllib.loads(text)))
+    except (OSError, ValueError):
+        return {}
+    sources = {line.partition("=")[0].strip(): line.rpartition("#")[2].strip() for line in text.splitlines()}
+    return {name: value for name, value in values.items() if sources.get(name, "default") != "default"}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

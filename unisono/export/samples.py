@@ -1,0 +1,76 @@
+"""The inputs and outputs of a model on samples, as files: to compare a program that another process has loaded.
+
+    samples.safetensors     every tensor, by a number
+    samples.json            [{"args": ..., "kwargs": ..., "outputs": ...}, ...], with {"tensor": "3"} for each tensor
+
+load_again.py reads them without this library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from unisono.errors import LoopError
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class ModelCall(NamedTuple):
+    """The inputs of a call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def samples(self) -> int:
+        """Return the size that the first dim of all tensors has; 0 if they differ."""
+        sizes = {len(leaf) if leaf.dim() else 0 for leaf in tree_leaves(tuple(self)) if isinstance(leaf, torch.Tensor)}
+        return sizes.pop() if len(sizes) == 1 else 0
+
+    def first(self, count: int) -> ModelCall:
+        """Return a call with the first samples only."""
+        return ModelCall(*tree_map_only(torch.Tensor, lambda tensor: tensor[:count].contiguous(), tuple(self)))
+
+    def twice(self) -> ModelCall:
+        """Return a call with every sample twice."""
+        return ModelCall(*tree_map_only(torch.Tensor, lambda tensor: torch.cat((tensor, tensor)), tuple(self)))
+
+
+def write_samples(folder: Path, model: torch.nn.Module, calls: Sequence[ModelCall]) -> None:
+    """Call the model, and write inputs and outputs.
+
+    Raises:
+        LoopError: Inputs or outputs contain something else than tensors, plain values, lists, tuples and dicts.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    rows = []
+    for call in calls:
+        with torch.no_grad():
+            outputs = model(*call.args, **call.kwargs)
+        parts = {"args": call.args, "kwargs": call.kwargs, "outputs": outputs}
+        rows.append({name: _form(value, tensors, name) for name, value in parts.items()})
+    save_file(tensors, folder / "samples.safetensors")
+    (folder / "samples.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _form(value: Any, tensors: dict[str, torch.Tensor], what: str) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors[str(len(tensors))] = value.detach().cpu().contiguous().clone()
+        return {"tensor": str(len(tensors) - 1)}
+    if isinstance(value, Mapping):  # outputs of transformers' models are mappings
+        return {"dict": {str(name): _form(item, tensors, what) for name, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return {"list" if isinstance(value, list) else "tuple": [_form(item, tensors, what) for item in value]}
+    if isinstance(value, PLAIN):
+        return {"value": value}
+    raise LoopError(
+        f"The model's {what} contain a {type(value).__name__}.",
+        "A program takes and returns tensors, plain values, lists, tuples and dicts.",
+        "export the weights: --format safetensors",
+    )

@@ -1,0 +1,139 @@
+"""Write a model as a program: one function for each format of formats.py."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from unisono.errors import LoopError
+from unisono.export.formats import FORMATS
+from unisono.export.samples import ModelCall, write_samples
+
+PROGRAM, FACTS = "program", "facts.json"
+"""Names in the folder of an export: the program, without its suffix; what is known about it."""
+
+
+def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Path) -> None:
+    """Write a model in a format, with samples and facts.
+
+    Args:
+        name: The name of the format.
+        model: The model, whole and on one device.
+        call: Inputs of a call.
+        folder: An existing folder.
+
+    Raises:
+        LoopError: The model cannot be exported in this format.
+    """
+    model.eval()
+    call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
+    calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
+    write_samples(folder, model, calls)
+    path = folder / f"{PROGRAM}{FORMATS[name].suffix}"
+    try:
+        more = WRITERS[name](model, call, path)
+    except LoopError:
+        raise
+    except Exception as error:  # torch raises many kinds
+        raise LoopError(
+            f"Cannot export the {type(model).__name__} as {FORMATS[name].text}.",
+            f"{type(error).__name__}: {_reason(error)}",
+            "change the model as the reason says, or export its weights: --format safetensors",
+        ) from error
+    facts = {
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "samples": call.samples(),
+        **more,
+    }
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of a message of torch that states the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    stated = [line for line in lines if line.startswith(("Explanation:", "Could not", "Constraints violated"))]
+    return (stated or lines or ["no reason is given"])[0]
+
+
+def _exported(model: torch.nn.Module, call: ModelCall) -> torch.export.ExportedProgram:
+    """Return the graph of a model. Sizes of inputs are free wherever the model's code allows it."""
+
+    def free(leaf: Any) -> Any:
+        return dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO) if isinstance(leaf, torch.Tensor) else None
+
+    named = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
+    with torch.no_grad():
+        return torch.export.export(
+            model, call.args, call.kwargs, dynamic_shapes=tree_map(free, dict(named)), strict=False
+        )
+
+
+def _sizes(program: torch.export.ExportedProgram) -> dict[str, list[int | str]]:
+    """Return the shape of each input: a number for a fixed size, a name and its range for a free one."""
+    ranges = program.range_constraints
+    wanted = set(program.graph_signature.user_inputs)
+    found: dict[str, list[int | str]] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in wanted and isinstance(value, torch.Tensor):
+            sizes: list[Any] = list(value.shape)  # torch states that all are int
+            found[node.name] = [size if isinstance(size, int) else _named(size, ranges) for size in sizes]
+    return found
+
+
+def _named(size: Any, ranges: Any) -> str:
+    known = ranges.get(size.node.expr)
+    upper = "" if known is None or known.upper > 1 << 40 else f" to {known.upper}"
+    return f"{size}" if known is None else f"{size} (from {known.lower}{upper})"
+
+
+def write_torch(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write a program that torch.export.load reads."""
+    program = _exported(model, call)
+    torch.export.save(program, path)
+    return {"inputs": _sizes(program)}
+
+
+def write_aoti(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write compiled code that torch._inductor.aoti_load_package reads, in Python or C++."""
+    from torch._inductor import aoti_compile_and_package
+
+    program = _exported(model, call)
+    aoti_compile_and_package(program, package_path=str(path))
+    return {"inputs": _sizes(program)}
+
+
+def write_onnx(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write a model that onnxruntime reads."""
+    program = _exported(model, call)
+    torch.onnx.export(program, f=str(path), dynamo=True, external_data=False, verbose=False)
+    return {"inputs": _sizes(program)}
+
+
+def write_hf(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write a folder that from_pretrained reads: configuration, weights in shards, and their index."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise LoopError(
+            f"Cannot export the {type(model).__name__} as {FORMATS['hf'].text}.",
+            "It is no model of transformers, so from_pretrained has no code for it.",
+            "--format torch for a program, --format safetensors for the weights",
+        )
+    model.save_pretrained(path)
+    return {}
+
+
+WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path], dict[str, Any]]] = {
+    "torch": write_torch,
+    "aoti": write_aoti,
+    "onnx": write_onnx,
+    "hf": write_hf,
+}

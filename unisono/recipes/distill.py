@@ -1,0 +1,142 @@
+"""Shrink a language model that the text recipe has trained, to about a quarter, by distillation.
+
+    unisono run text --ranks 2 --run-dir runs/teacher                    train the teacher
+    unisono run distill --ranks 2 --set teacher=runs/teacher             about two minutes on two cores
+    unisono copy distill mine.py                                         then edit it and: unisono run mine.py
+
+Data     the source code that comes with Python, as for the text recipe
+Student  one of the teacher's four blocks with its embedding, trained with the teacher's outputs (soft targets,
+         arXiv 1503.02531; layers of the teacher as a start, arXiv 1910.01108)
+Result   about 2.42 bits per byte for the teacher, 2.53 for the student, and 2.54 for a model of the student's size that
+         is trained alone for as many steps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import unisono
+from unisono import distill
+from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, load_python_source
+from unisono.recipes.text import GPT, Model, bits_per_byte, loss_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(unisono.Settings):
+    batch: int = 64  # global batch size, in windows of bytes
+    steps: int | None = 100
+    lr: float = 7e-3  # peak learning rate of the one-cycle schedule
+    weight_decay: float = 0.1  # weight decay of AdamW
+    clip: float | None = 1.0
+    validate_bytes: int = 2**17  # number of validation bytes to use, of about 600,000
+    teacher: Path | None = None  # run directory of the teacher: a run of the text recipe
+    keep: tuple[int, ...] = (0,)  # the teacher's blocks that the student begins with
+    temperature: float = 2.0  # of the soft targets
+    soft: float = 0.9  # weight of the soft targets in the loss; that of the data is 1 - soft
+    compare: bool = True  # train a model of the student's size alone, too
+
+    def __post_init__(self) -> None:
+        """Refuse values that the student cannot be built with."""
+        if not self.keep:
+            raise unisono.SettingsError("keep=[] leaves no block.", "The student needs one.", "--set 'keep=[0]'")
+        if self.parallel.pipeline > 1:
+            raise unisono.SettingsError(
+                f"The distill recipe cannot have parallel.pipeline={self.parallel.pipeline}.",
+                "Teacher and student would be in stages of their own, which wait for each other.",
+                f"--set parallel.pipeline=1 --set parallel.shard={self.parallel.pipeline}",
+            )
+
+
+def main(run: unisono.Run[Settings]) -> None:
+    settings = run.settings
+    if settings.teacher is None or not settings.teacher.exists():
+        raise unisono.SettingsError(
+            "The distill recipe needs a teacher."
+            if settings.teacher is None
+            else f"There is no folder {settings.teacher}.",
+            "The teacher is a run of the text recipe: unisono run text --run-dir runs/teacher",
+            "--set teacher=runs/teacher",
+        )
+    source = unisono.SavedWeights(settings.teacher)
+    try:
+        large = Model(**source.settings["model"])
+    except (LookupError, TypeError):
+        fact, do = "Its settings have no model of that recipe.", "--set teacher=FOLDER, from: unisono run text"
+        raise unisono.SettingsError(f"{settings.teacher} is no run of the text recipe.", fact, do) from None
+    if max(settings.keep) >= large.depth or min(settings.keep) < 0:
+        raise unisono.SettingsError(
+            f"The teacher has no block {max(settings.keep, key=abs)}.",
+            f"It has {large.depth}: 0 to {large.depth - 1}.",
+            f"--set 'keep=[{large.depth // 2}]'",
+        )
+    small = replace(large, depth=len(settings.keep))
+    corpus = load_python_source()
+    run.print(corpus.summary())
+    train_set = ByteWindows(corpus.train, large.context)
+    valid_set = ByteWindows(corpus.valid[: settings.validate_bytes], large.context)
+    total_steps = run.count_steps(train_set)
+
+    angles = unisono.SequenceDims(positions={"cos": 0, "sin": 0})  # context parallelism divides these, too
+    teacher = run.place(lambda: source.load_frozen(GPT(large)), sequence=angles)
+    student = run.place(lambda: cut(source.load(GPT(large)), settings.keep), sequence=angles)
+    optimizer, schedule = optimize(student, settings, total_steps)
+    run.track(teacher=source, student=student, optimizer=optimizer, schedule=schedule)
+    if settings.compare:
+        alone = run.place(lambda: GPT(small), sequence=angles)
+        optimizer_alone, schedule_alone = optimize(alone, settings, total_steps)
+        run.track(alone=alone, optimizer_alone=optimizer_alone, schedule_alone=schedule_alone)
+
+    def distilled_loss(output: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the cross entropies with the teacher's distribution and with the targets, in nats."""
+        with torch.no_grad():
+            expected = teacher(tokens)
+        counts = targets != IGNORED
+        soft = distill.soft_target_loss(output, expected, temperature=settings.temperature, mask=counts)
+        hard, weight = loss_sum(output, tokens, targets)
+        return settings.soft * soft + (1 - settings.soft) * hard, weight
+
+    for step in run.steps(train_set):
+        step.run(student, distilled_loss, over=[optimizer])
+        step.update(optimizer, schedule, clip=settings.clip)
+        run.log(loss=step.loss)
+        if settings.compare:
+            step.run(alone, loss_sum, over=[optimizer_alone])
+            step.update(optimizer_alone, schedule_alone, clip=settings.clip)
+            run.log(loss_alone=step.loss)
+
+    models = {"teacher": teacher, "student": student, **({"alone": alone} if settings.compare else {})}
+    sizes = {"teacher": large, "student": small, "alone": small}
+    for name, model in models.items():
+        measured = run.evaluate(model, valid_set, bits_per_byte)["bits_per_byte"]
+        run.log({f"{name}_bits_per_byte": measured})
+        run.print(f"{name:8} {size(sizes[name]):>9,} parameters   {measured:.3f} bits per byte")
+
+
+def cut(model: GPT, keep: tuple[int, ...]) -> GPT:
+    """Return a model with some of its blocks only."""
+    model.blocks = nn.ModuleList(model.blocks[block] for block in keep)
+    return model
+
+
+def optimize(
+    model: nn.Module, settings: Settings, total_steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return the optimizer and the schedule of the text recipe."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=(0.9, 0.99), weight_decay=settings.weight_decay
+    )
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.lr, total_steps=total_steps)
+
+
+def size(model: Model) -> int:
+    """Return the number of parameters."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(model).parameters())
+
+
+if __name__ == "__main__":
+    unisono.main(main, Settings)
