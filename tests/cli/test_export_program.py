@@ -123,6 +123,41 @@ def test_other_formats(command: Command, kind: str) -> None:
     assert last_json(ended.out)["relative"] < 1e-5
 
 
+TRANSFORMER = """
+import torch, unisono
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def main(run):
+    tokens = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    model = run.place(lambda: GPT2LMHeadModel(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(torch.utils.data.TensorDataset(tokens)):
+        for (x,) in step:
+            step.backward(model(input_ids=x, labels=x).loss, x.numel(), mean=True)
+        step.update(optimizer)
+
+if __name__ == "__main__":
+    unisono.main(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers_is_a_folder(command: Command) -> None:
+    pytest.importorskip("transformers", reason="needs transformers: pip install 'unisono[huggingface]'")
+    command.script(TRANSFORMER)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=3", "--set", "batch=16").status == 0
+    ended = command.run("export", "out", "folder", "--format", "hf", "--json", times=10)
+    assert ended.status == 0, ended.err
+    assert last_json(ended.out)["relative"] < 1e-6
+    found = {path.name for path in (command.folder / "folder").iterdir()}
+    assert {"config.json", "model.safetensors", "export.json", "README.md"} <= found
+    ended = command.run("export", "out", "model.pt2", "--format", "torch", times=10)
+    assert (ended.status, "--format hf" in ended.err) == (1, True), ended.err
+    assert not (command.folder / "model.pt2").exists()
+
+
 REFUSED = {
     "branches": ("kind=branches", "Cannot export the Net as a program of torch.export."),
     "random": ("kind=random", "computes other values than the model"),

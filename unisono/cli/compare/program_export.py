@@ -119,7 +119,9 @@ class ProgramExportRun(Verification):
 
     def _unusable(self, fact: str) -> CheckpointError:
         error = f"The program was written, and a fresh process cannot use it: nothing is at {self.out}."
-        return CheckpointError(error, fact, "--format torch, or --format safetensors for the weights")
+        return CheckpointError(
+            error, fact, "--format hf for a model of transformers, --format safetensors for the weights"
+        )
 
     def _fingerprint(self, checkpoint: Path) -> str:
         from unisono.checkpoint.load import fingerprint  # here, because it loads torch
