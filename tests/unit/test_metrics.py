@@ -180,9 +180,19 @@ def test_with_certificates_only_clients_that_show_one_get_the_page(tmp_path: Pat
         shows.load_cert_chain(*authority.issue(["prometheus"])[1:])
         with urllib.request.urlopen(url, timeout=10, context=shows) as answer:
             assert "unisono_step 20.0" in answer.read().decode()
+        silent = socket.create_connection(("127.0.0.1", server.server_port))  # no handshake: others are still served
+        with urllib.request.urlopen(url, timeout=5, context=shows) as answer:
+            assert answer.status == 200
+        silent.close()
         for context in (ssl.create_default_context(cafile=authority.ca), ssl.create_default_context()):
-            with pytest.raises(OSError, match=r"(?i)certificate"):
+            with pytest.raises(OSError):
                 urllib.request.urlopen(url, timeout=10, context=context).read()
+            with (
+                socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as plain,
+                pytest.raises(ssl.SSLError, match=r"(?i)certificate"),
+                context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+            ):
+                connection.recv(1)  # a client that sends nothing reads the alert for sure
     finally:
         server.shutdown()
         server.server_close()

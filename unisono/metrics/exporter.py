@@ -13,14 +13,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
+import ssl
 import sys
 import threading
 import time
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 
 from unisono.metrics.prometheus_page import build_registry
 from unisono.metrics.run_numbers import RunNumbers, TimelineFolder
@@ -29,30 +32,81 @@ from unisono.trackers.growing_file import input_ended
 POLL_SECONDS = 1.0
 """Time between two looks at the timelines."""
 
+IDLE_SECONDS = 10.0
+"""A connection that sends or reads nothing for longer is closed, so that it does not hold a thread."""
+
 PATIENCE = 3.0
 """Seconds to wait for the port: the exporter of a main process that has died is about to end."""
 
 
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """A server with a thread for each connection, in which a handshake of TLS waits, too.
+
+    prometheus_client's own server waits for handshakes in its only accepting thread, which a silent client stops.
+
+    Args:
+        address: The address of an interface of this machine.
+        port: The port; 0: any free one.
+        tls: The context with the certificate of this host, for https; None: http.
+
+    Raises:
+        OSError: The port is in use, or the address is not of this host.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # connections that may wait for the server
+
+    def __init__(self, address: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
+        kind = socket.SOCK_STREAM
+        self.address_family, *_, place = socket.getaddrinfo(address, port, type=kind, flags=socket.AI_PASSIVE)[0]
+        super().__init__((str(place[0]), int(place[1])), _Handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection, after its handshake."""
+        if self._tls is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(IDLE_SECONDS)
+        with self._tls.wrap_socket(request, server_side=True) as secured:
+            super().finish_request(secured, client_address)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore connections that a client has closed, and handshakes that failed."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = IDLE_SECONDS
+
+    def log_message(self, *args: object) -> None:
+        """Log nothing."""
+
+
 def serve(
     numbers: RunNumbers, facts: dict[str, str], lock: threading.Lock, address: str, port: int, *files: str
-) -> WSGIServer:
+) -> MetricsServer:
     """Serve the page from a thread. Port 0: any that is free. `files`: CA, CERT and KEY, or none.
 
     Raises:
         OSError: The port is in use, or the address is not of this host.
     """
-    registry = build_registry(numbers, facts, lock)
-    secured: dict[str, Any] = {}
+    tls = None
     if files:
         ca, cert, key = files
-        secured = {"client_cafile": ca, "certfile": cert, "keyfile": key, "client_auth_required": True}
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=ca)
+        tls.verify_mode = ssl.CERT_REQUIRED
+        tls.load_cert_chain(cert, key)
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return start_http_server(port, address, registry, **secured)[0]
+            server = MetricsServer(address, port, tls)
+            break
         except OSError:
             if time.monotonic() > until or input_ended(0.1):
                 raise
+    server.set_app(make_wsgi_app(build_registry(numbers, facts, lock)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
 def main() -> None:
