@@ -4,8 +4,10 @@ Messages may be sent and expected before there is a connection: they wait here.
 
     | 8 bytes: tag | 8 bytes: size | size bytes |
 
-Messages with one tag arrive in the order in which they were sent, and messages with different tags may overtake each
-other. A message is received into the memory of its tensor. If nothing expects the message that is next, it stays in the
+Messages with one tag arrive in the order in which they were sent. A small message overtakes large ones of other tags
+that wait to be sent, so a small collective does not wait until all buckets of gradients have arrived.
+
+A message is received into the memory of its tensor. If nothing expects the message that is next, it stays in the
 connection, so the other process stops sending. There is one exception: something expects a message behind it. Then it
 is kept in memory.
 
@@ -21,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 HEADER = struct.Struct("!qQ")
 
@@ -73,6 +75,18 @@ class Transfer:
             raise RuntimeError(str(self.error))
 
 
+class _Outgoing(NamedTuple):
+    """A message that is to be sent: the parts of it that are left, of which none is empty."""
+
+    tag: int
+    parts: deque[memoryview]
+    transfer: Transfer
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.transfer.view) > SMALL_BYTES
+
+
 class PeerStream:
     """The connection to one other process.
 
@@ -88,9 +102,10 @@ class PeerStream:
         self.peer = peer
         self.socket: socket.socket | None = None
         self.error: RuntimeError | None = None
-        self._outgoing: deque[tuple[memoryview, Transfer | None]] = deque()
+        self._outgoing: deque[_Outgoing] = deque()
         self._header = memoryview(bytearray(HEADER.size))
         self._filled = 0  # bytes of the header, then of the body
+        self._plain = False
         self._tag = 0
         self._body: memoryview | None = None
         self._into: Transfer | None = None  # what the body is received for
@@ -106,11 +121,14 @@ class PeerStream:
             transfer.end(self.error)
             return
         header = HEADER.pack(tag, len(transfer.view))
-        if len(transfer.view) <= SMALL_BYTES:
-            self._outgoing.append((memoryview(header + bytes(transfer.view)), transfer))
-        else:
-            self._outgoing.append((memoryview(header), None))
-            self._outgoing.append((transfer.view, transfer))
+        if len(transfer.view) > SMALL_BYTES:
+            self._outgoing.append(_Outgoing(tag, deque([memoryview(header), transfer.view]), transfer))
+            return
+        place = len(self._outgoing)
+        while place > 1 and self._outgoing[place - 1].is_large and self._outgoing[place - 1].tag != tag:
+            place -= 1  # not before the first one, which may have begun
+        content = memoryview(header + bytes(transfer.view))
+        self._outgoing.insert(place, _Outgoing(tag, deque([content]), transfer))
 
     def receive(self, tag: int, transfer: Transfer) -> None:
         """Receive the next message with this tag."""
@@ -132,7 +150,7 @@ class PeerStream:
         if self.error is not None:
             return
         self.error = error = RuntimeError(f"{reason} ({self.peer})")
-        waiting = [transfer for _, transfer in self._outgoing if transfer is not None]
+        waiting = [message.transfer for message in self._outgoing]
         waiting += [transfer for queue in self._expected.values() for transfer in queue]
         waiting += [self._into] if self._into is not None else []
         self._outgoing.clear()
@@ -146,7 +164,7 @@ class PeerStream:
     def attach(self, connection: socket.socket) -> None:
         """Use a connection from now on. It belongs to this object."""
         connection.setblocking(False)
-        self.socket = connection
+        self.socket, self._plain = connection, not isinstance(connection, ssl.SSLSocket)
 
     @property
     def wants_write(self) -> bool:
@@ -160,21 +178,22 @@ class PeerStream:
         """Send as much as fits."""
         sent = 0
         while self._outgoing and self.socket is not None and sent < TURN_BYTES:
-            view, transfer = self._outgoing[0]
+            message = self._outgoing[0]
+            view = message.parts[0]
             try:
-                count = self.socket.send(view[:CHUNK_BYTES]) if view else 0
+                count = self.socket.send(view[:CHUNK_BYTES])
             except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 return
             except OSError as error:
                 self.fail(_reason(error))
                 return
             sent += count
+            message.parts.popleft()
             if count < len(view):
-                self._outgoing[0] = view[count:], transfer
-                continue
-            self._outgoing.popleft()
-            if transfer is not None:
-                transfer.end()
+                message.parts.appendleft(view[count:])
+            if not message.parts:
+                self._outgoing.popleft()
+                message.transfer.end()
 
     def read(self) -> bool:
         """Receive what has arrived. Return whether more may be there without another event of the socket."""
@@ -201,6 +220,8 @@ class PeerStream:
                     self._begin_body(*HEADER.unpack(self._header))
                 else:
                     self._end_body()
+            elif self._plain:  # nothing is left in the socket
+                return False
         return False
 
     def _begin_body(self, tag: int, size: int) -> None:

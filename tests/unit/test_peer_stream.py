@@ -1,0 +1,60 @@
+"""The order of messages on a connection, without the thread of the message loop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from unisono.distributed.connections.peer_stream import CHUNK_BYTES, SMALL_BYTES, PeerStream, Transfer
+
+LARGE = 4 * CHUNK_BYTES + 3
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[PeerStream, PeerStream]]:
+    """Two streams with a connection between them, whose buffers hold much less than a large message."""
+    one, other = socket.socketpair()
+    ends = PeerStream("the receiver"), PeerStream("the sender")
+    for stream, end in zip(ends, (one, other), strict=True):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BYTES)
+        stream.attach(end)
+    yield ends
+    one.close()
+    other.close()
+
+
+def arrivals(sender: PeerStream, receiver: PeerStream, messages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Send messages, (tag, bytes) each, and return their numbers and tags in the order in which they are complete."""
+    done: list[tuple[int, int]] = []
+    for number, (tag, size) in enumerate(messages):
+        into = Transfer(memoryview(bytearray(size)))
+
+        def note(number: int = number, tag: int = tag, into: Transfer = into) -> None:
+            assert into.error is None
+            assert bytes(into.view) == bytes([number + 1]) * len(into.view)
+            done.append((number, tag))
+
+        into.then = note
+        receiver.receive(tag, into)
+    for number, (tag, size) in enumerate(messages):
+        sender.send(tag, Transfer(memoryview(bytes([number + 1]) * size)))
+    for _ in range(1000):
+        sender.write()
+        receiver.read()
+    assert not sender.wants_write
+    return done
+
+
+def test_a_small_message_overtakes_large_ones_that_wait(pair: tuple[PeerStream, PeerStream]) -> None:
+    sent = [(0, LARGE), (0, LARGE), (7, LARGE), (-1, 8), (-2, SMALL_BYTES)]
+    assert arrivals(*pair, sent) == [(0, 0), (3, -1), (4, -2), (1, 0), (2, 7)]
+
+
+def test_messages_with_one_tag_keep_their_order(pair: tuple[PeerStream, PeerStream]) -> None:
+    sent = [(0, LARGE), (0, LARGE), (0, 8), (7, LARGE), (0, 16), (0, 0), (7, SMALL_BYTES + 1), (7, 1)]
+    found = arrivals(*pair, sent)
+    assert sorted(found) == [(number, tag) for number, (tag, _) in enumerate(sent)]
+    for tag in (0, 7):
+        assert [number for number, of in found if of == tag] == [n for n, (of, _) in enumerate(sent) if of == tag]
