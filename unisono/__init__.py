@@ -20,6 +20,7 @@ _EXPORTS = {
     "LoaderSettings": "unisono.config",
     "ParallelSettings": "unisono.config",
     "PromiseSettings": "unisono.config",
+    "Prediction": "unisono.prediction.batch_inference",
     "SavedWeights": "unisono.checkpoint.saved_weights",
     "SequenceDims": "unisono.parallel.context_parallel.sequence_split",
     "Run": "unisono.train.run",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from unisono.notebook import launch as launch
     from unisono.parallel.context_parallel.sequence_split import SequenceDims as SequenceDims
     from unisono.parallel.parallel_plan import ParallelPlan as ParallelPlan
+    from unisono.prediction.batch_inference import Prediction as Prediction
     from unisono.train.run import Run as Run
     from unisono.train.step import Step as Step
 

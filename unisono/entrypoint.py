@@ -73,8 +73,16 @@ from unisono.train.state.run_result import result as result_of
 
 S = TypeVar("S", bound=Settings)
 
+ScriptPredict = Callable[[Any, torch.nn.Module, Path], Any]
+"""The script's function for `unisono predict`: (settings, model, path) -> unisono.Prediction."""
 
-def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:  # type: ignore[assignment]
+
+def main(
+    train: Callable[[Run[S]], None],
+    settings: type[S] = Settings,  # type: ignore[assignment]
+    *,
+    predict: ScriptPredict | None = None,
+) -> None:
     """Call `train(run)` with the settings of the command line, and write the results to the run directory.
 
     After Ctrl-C or SIGTERM, it returns when the state is saved.
@@ -82,6 +90,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
     Args:
         train: the script's function, which builds models and optimizers, and runs the loop.
         settings: the settings class, a frozen dataclass that inherits from unisono.Settings.
+        predict: for `unisono predict`: predict(settings, model, path) -> unisono.Prediction.
 
     Raises:
         SystemExit: with status 2 for a wrong request, and 1 if the launcher's environment variables are inconsistent.
@@ -101,7 +110,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         sys.exit(error.exit_status)
     try:
         with console.broken_pipe_safe():
-            _main(train, settings, world)
+            _main(train, settings, world, predict)
         if "torch.distributed.fsdp" in sys.modules:
             gc.collect()  # shards refer to their group in cycles, and a group that outlives the interpreter may abort
         if world.dry:
@@ -118,7 +127,7 @@ def main(train: Callable[[Run[S]], None], settings: type[S] = Settings) -> None:
         sys.exit(error.exit_status)
 
 
-def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
+def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: ScriptPredict | None) -> None:
     script = Path(sys.argv[0])
     request = RunRequest.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
     line = StartRequest(script, request, world).line()
@@ -181,7 +190,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World) -> None:
             differences=differences,
             accepted=request.accept_change,
             color=wants_color(world.terminal),
-            inspection=_inspection(request.trace, group.rank) if request.trace else None,
+            inspection=_inspection(request.trace, group.rank, predict) if request.trace else None,
         )
         context.on_lead = partial(start.lead, run_dir, kept, patience=LOCK_SECONDS)
         run: Run[S] = Run(context, loop)
@@ -282,9 +291,13 @@ INSPECTIONS = {
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""
 
 
-def _inspection(request: str, rank: int) -> Inspection:
+def _inspection(request: str, rank: int, predict: ScriptPredict | None) -> Inspection:
     """Build the inspection that the flag --trace requests."""
     kind, _, words = request.partition(":")
+    if kind == "predict":
+        from unisono.prediction.predicted_parts import predict_run
+
+        return predict_run(words, rank, predict)
     module, name = INSPECTIONS.get(kind, "unisono.train.diagnostics.trace:trace_run").split(":")
     build: Callable[[str, int], Inspection] = getattr(importlib.import_module(module), name)
     return build(words if kind in INSPECTIONS else request, rank)

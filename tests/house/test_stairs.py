@@ -41,6 +41,7 @@ STEPS = {
     "metrics": 6,
     "train": 6,
     "export": 7,
+    "prediction": 7,
     "distill": 7,
     "local_sgd": 7,
     "param_server": 7,

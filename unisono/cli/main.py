@@ -35,6 +35,7 @@ from unisono.cli.inspect.top import top
 from unisono.cli.inspect.verify import verify
 from unisono.cli.inspect.watch import watch
 from unisono.cli.logs.logs_command import logs
+from unisono.cli.prediction.predict_command import predict
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
@@ -63,6 +64,7 @@ Examples:
   unisono report runs/mine              write its report as a page
   unisono watch runs/mine               serve its report while it grows
   unisono top runs/mine                 show its ranks in the terminal
+  unisono predict runs/mine DATA OUT    compute outputs for other data
   unisono doctor                        check that this machine is ready
   unisono bench --ranks 4               measure how fast processes communicate
 """
@@ -164,6 +166,10 @@ EXPORT = """\
   unisono export runs/mine model.safetensors --sign release.pem
 """
 
+PREDICT = """\
+  unisono predict runs/mine texts.txt labels.jsonl --ranks 2
+  unisono predict runs/mine inputs.safetensors outputs.safetensors
+"""
 SIGNED = """\
   unisono verify runs/mine --key team.pub    its newest checkpoint
   unisono verify model.safetensors --key team.pub
@@ -192,6 +198,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (fingerprint, INSPECT, FINGERPRINT),
     (profile, INSPECT, PROFILE),
     (export, INSPECT, EXPORT),
+    (predict, INSPECT, PREDICT),
 )
 """Each verb with its group in the help, and examples."""
 

@@ -94,7 +94,7 @@ class ProgramExport(Extension):
         progress.steps_done = max(min(progress.steps_done, progress.last - 1), 0)  # a run that has ended, too
 
     def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
-        model = self._model()
+        model = self._context.state.model_named(self._request.model)
         gradient.prepare()
         before = [buffer.clone() for buffer in model.buffers()]
         with capturing(model) as capture, gradients_aside(gradient):
@@ -111,16 +111,6 @@ class ProgramExport(Extension):
             model.forward = model.forward.forward
         write_program(self._request.format, model, capture.call, Path(self._request.folder))
         raise RunStopped
-
-    def _model(self) -> torch.nn.Module:
-        models, name = self._context.state.models, self._request.model
-        if not name and len(models) == 1:
-            return next(iter(models.values()))
-        if name not in models:
-            known = ", ".join(models) or "none"
-            error = f"The run tracks no model {name!r}." if name else f"The run tracks {len(models)} models."
-            raise LoopError(error, f"Its models are {known}.", f"--model {next(iter(models), 'NAME')}")
-        return models[name]
 
 
 def export_run(request: str, rank: int) -> Inspection:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +180,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the bits per byte of a file, for each window of model.context bytes."""
+    data = ByteWindows(path.read_bytes(), settings.model.context)
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        tokens, targets = batch
+        nats = F.cross_entropy(model(tokens).transpose(1, 2), targets, reduction="none")  # 0 where a target is IGNORED
+        count = (targets != IGNORED).sum(1)
+        return {"bits_per_byte": nats.sum(1) / math.log(2) / count.clamp(min=1), "bytes": count}
+
+    return unisono.Prediction(data, forward=forward)
+
+
 @torch.no_grad()
 def generate(model: nn.Module, length: int, context: int, seed: int) -> str:
     """Sample `length` bytes after the prompt "def ". The model is given the last `context` bytes each time."""
@@ -196,4 +210,4 @@ def generate(model: nn.Module, length: int, context: int, seed: int) -> str:
 
 
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)

@@ -14,6 +14,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -98,5 +99,20 @@ class TopicClassifier(nn.Module):
         return self.head(self.dropout(self.norm(self.pieces(rows))))
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the topic of each line of a text file, with its probability."""
+    topics = load_docstrings().topics
+    data = [(line, 0) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        best = F.softmax(model(batch[0]), dim=-1).max(-1)
+        return {"topic": best.indices, "probability": best.values}
+
+    def describe(row: dict[str, Tensor]) -> dict[str, object]:
+        return {"topic": topics[int(row["topic"])], "probability": float(row["probability"])}
+
+    return unisono.Prediction(data, forward=forward, collate_fn=collate, describe=describe)
+
+
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)

@@ -71,6 +71,7 @@ OPERANDS = {
     "copy": ("the name of a recipe", "text"),
     "fingerprint": ("a run directory, or a checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or a checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
+    "predict": ("a run directory, the data, and the file to write", "runs/NAME-TIME texts.txt labels.jsonl"),
     "watch": ("a run directory, or a folder of runs", "runs"),
     **dict.fromkeys(["top", "logs", "profile"], ("a run directory", "runs/NAME-TIME")),
 }

@@ -20,7 +20,7 @@ from unisono.checkpoint.storage import Storage, storage_of
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.distributed.process_group import is_dtensor
-from unisono.errors import CheckpointError, UnisonoError
+from unisono.errors import CheckpointError, LoopError, UnisonoError
 from unisono.tensors.codec import TensorTable
 from unisono.train.modules.buffer_sync import version
 from unisono.train.pipelining.stage_state import LocalPart
@@ -83,6 +83,17 @@ class RunState:
     @property
     def models(self) -> dict[str, torch.nn.Module]:
         return {name: thing for name, thing in self.tracked.items() if isinstance(thing, torch.nn.Module)}
+
+    def model_named(self, name: str) -> torch.nn.Module:
+        """Return a tracked model; with the name "" the only one. Raise LoopError if there is none, or several."""
+        models = self.models
+        if not name and len(models) == 1:
+            return next(iter(models.values()))
+        if name not in models:
+            known = ", ".join(models) or "none"
+            error = f"The run tracks no model {name!r}." if name else f"The run tracks {len(models)} models."
+            raise LoopError(error, f"Its models are {known}.", f"--model {next(iter(models), 'NAME')}")
+        return models[name]
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {f"{i}/{name}": p for i, model in enumerate(self.placed) for name, p in model.named_parameters()}

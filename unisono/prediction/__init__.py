@@ -1,0 +1,1 @@
+"""Batch inference with a trained run, for `unisono predict`."""
