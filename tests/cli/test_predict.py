@@ -124,21 +124,27 @@ print(float((net(x) - load_file('rows.safetensors')['output']).abs().max()))
     assert float(done.stdout) < 1e-5
 
 
-def test_a_killed_prediction_continues_on_another_number_of_processes(command: Command) -> None:
+@pytest.mark.parametrize("end", ["SIGKILL of a process", "Ctrl-C"])
+def test_a_stopped_prediction_continues_on_another_number_of_processes(command: Command, end: str) -> None:
     trained(command)
     numbers(command)
     assert command.run("predict", "out", "data.txt", "whole.jsonl").status == 0
     (command.folder / "slow").touch()
     words = [sys.executable, "-m", "unisono", "predict", "out", "data.txt", "again.jsonl"]
-    running = subprocess.Popen([*words, "--ranks", "2"], cwd=command.folder, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(
+        [*words, "--ranks", "2"], cwd=command.folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     first = command.folder / "again.jsonl.parts" / "00000000.jsonl"
     until = time.monotonic() + 120
     while not first.exists():
         assert running.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
+    if end == "Ctrl-C":  # which reaches all processes of the terminal
+        os.killpg(running.pid, signal.SIGINT)
     workers = [p for p in psutil.Process(running.pid).children(recursive=True) if "script.py" in " ".join(p.cmdline())]
-    os.kill(workers[-1].pid, signal.SIGKILL)
+    if end != "Ctrl-C":
+        os.kill(workers[-1].pid, signal.SIGKILL)
     _, err = running.communicate(timeout=120)
     assert running.returncode == 1, err
     assert "kept in" in err

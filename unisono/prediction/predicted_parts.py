@@ -106,6 +106,9 @@ class PredictedParts(Extension):
                 output = predict(outputs)
             if context.group.rank == 0:
                 files.write(number, output, prediction.describe)
+            leaving = torch.tensor([context.progress.leaving], dtype=torch.uint8, device=context.group.device)
+            if context.group.max_(leaving).item():  # Ctrl-C, or SIGTERM
+                raise RunStopped
         if context.group.rank == 0:
             facts = {"parts": len(ranges), "samples": total, "computed": len(ranges) - begin}
             (files.folder / COMPLETE).write_text(json.dumps(facts), encoding="utf-8")

@@ -68,8 +68,11 @@ class BatchPrediction(Verification):
                 raise SettingsError(f"Cannot predict with the model of {self.shown}.", fact, do)
             if outcome.failure is not None:
                 print(reason_of(outcome)[0], file=sys.stderr)
-            kept = f"{plural(parts.count(), 'part')} of the output {'is' if parts.count() == 1 else 'are'} kept"
-            print(f"{kept} in {parts.folder}.\n  Next: {self.line}, which continues", file=sys.stderr)
+            if kept := parts.count():
+                text = f"{plural(kept, 'part')} of the output {'is' if kept == 1 else 'are'} kept in {parts.folder}."
+                print(f"{text}\n  Next: {self.line}, which continues", file=sys.stderr)
+            else:
+                shutil.rmtree(parts.folder)
             return self._leave(1)
         facts = json.loads(complete.read_text(encoding="utf-8"))
         parts.join(self.out, {"weights_sha256": weights})
