@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import wave
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.cli.command import Command, last_json
+from unisono.recipes.datasets.images import load_digits
 
 SCRIPT = '''
 import os, time
@@ -243,3 +245,50 @@ def test_recipes_predict(command: Command, recipe: str) -> None:
     else:
         assert sum(row["bytes"] for row in rows) == len(text.encode())
         assert all(0 < row["bits_per_byte"] < 20 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_image_recipe_predicts_for_files(command: Command) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'unisono[recipes]'")
+    data = load_digits()
+    ended = command.run("run", "image", "--run-dir", "out", "--set", "source=digits", "--set", "epochs=4")
+    assert ended.status == 0, ended.err
+    (command.folder / "digits").mkdir()
+    labels = data.valid.labels[:60].tolist()
+    for number, pixels in enumerate(data.valid.images[:60, 0]):
+        image.fromarray(pixels.numpy()).save(command.folder / "digits" / f"{number:03}.png")
+    assert command.run("predict", "out", "digits", "o.jsonl", "--ranks", "2").status == 0
+    rows = [json.loads(line) for line in (command.folder / "o.jsonl").read_text().splitlines()]
+    assert [Path(row["file"]).name for row in rows] == [f"{number:03}.png" for number in range(60)]
+    assert sum(int(row["class"]) == label for row, label in zip(rows, labels, strict=True)) > 40
+    image.new("RGB", (8, 8)).save(command.folder / "color.png")
+    ended = command.run("predict", "out", "color.png", "o2.jsonl")
+    assert ended.status == 1
+    assert "do not fit the model" in ended.err
+
+
+LEARNS = ("--set", "augment=0", "--set", "epochs=16")
+"""Enough for 40 clips."""
+
+
+@pytest.mark.slow
+def test_the_speech_recipe_predicts_for_files(command: Command) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for word, hertz in (("low", 300), ("high", 1500)):
+        (command.folder / "words" / word).mkdir(parents=True)
+        for number in range(20):
+            time_, noise = torch.arange(4000) / 8000, torch.randn(4000, generator=generator)
+            sound = torch.sin(6.2832 * hertz * time_) * 0.3 + noise * 0.03
+            with wave.open(str(command.folder / "words" / word / f"v{number}_{word}.wav"), "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(8000)
+                file.writeframes((sound * 32767).to(torch.int16).numpy().tobytes())
+    ended = command.run("run", "speech", "--run-dir", "out", "--set", "data=words", "--set", "batch=8", *LEARNS)
+    assert ended.status == 0, ended.err
+    for ranks in ("1", "2"):
+        assert command.run("predict", "out", "words", f"o{ranks}.jsonl", "--ranks", ranks).status == 0
+    rows = [json.loads(line) for line in (command.folder / "o1.jsonl").read_text().splitlines()]
+    assert (command.folder / "o1.jsonl").read_bytes() == (command.folder / "o2.jsonl").read_bytes()
+    assert all(row["word"] == Path(row["file"]).parent.name for row in rows)
+    assert len(rows) == 40

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.datasets.images import ImageData, ImageSplit, load_images
+from unisono.recipes.datasets.images import ImageData, ImageSplit, image_files, load_images, read_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,5 +224,30 @@ class Block(nn.Module):
         return F.relu(self.past(x) + self.second_norm(self.second(y)))
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the class of each image of a folder, or of one image, with its probability."""
+    data, files = load_images(settings.source, settings.data), image_files(path)
+    _, known = build_datasets(data, settings)
+    images, shape = read_images(files), data.train.images.shape[1:]
+    if images.shape[1:] != shape:
+        raise unisono.DataError(
+            f"The images of {path} do not fit the model.",
+            f"Their shape is {list(images.shape[1:])}, and that of its training images {list(shape)} (channels first).",
+            "resize them, or make them grayscale: mogrify -resize WIDTHxHEIGHT! FILES",
+        )
+    numbers = torch.arange(len(files))  # in place of labels
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        best = F.softmax(model(batch[0]), dim=1).max(1)
+        return {"file": batch[1], "class": best.indices, "probability": best.values}
+
+    def describe(row: dict[str, Tensor]) -> dict[str, object]:
+        name, kind = str(files[int(row["file"])]), data.classes[int(row["class"])]
+        return {"file": name, "class": kind, "probability": float(row["probability"])}
+
+    samples = ImageDataset(ImageSplit(images, numbers), known.mean, known.std)
+    return unisono.Prediction(samples, forward=forward, describe=describe)
+
+
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import unisono
-from unisono.recipes.datasets.spoken_words import Clips, load_recorded_digits, load_spoken_words
+from unisono.recipes.datasets.spoken_words import Clips, clips_of, load_recorded_digits, load_spoken_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,5 +236,24 @@ class Block(nn.Module):
         return x + self.dropout(self.think(F.gelu(y)))
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the word of each wave file of a folder, or of one file, with its probability."""
+    corpus = load_spoken_words(
+        settings.source, data=settings.data, count=settings.voices, draws=settings.draws, seed=settings.seed
+    )
+    files, clips = clips_of(path, corpus.rate)
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        best = clip_log_probabilities(model, batch).max(-1)
+        return {"file": batch[2], "word": best.indices, "probability": best.values.exp()}
+
+    def describe(row: dict[str, Tensor]) -> dict[str, object]:
+        name, word = str(files[int(row["file"])]), corpus.words[int(row["word"])]
+        return {"file": name, "word": word, "probability": float(row["probability"])}
+
+    frames = MelFrames(clips, corpus.rate, settings.model.mels)
+    return unisono.Prediction(frames, forward=forward, collate_fn=pad, describe=describe)
+
+
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)

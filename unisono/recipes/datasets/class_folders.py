@@ -9,6 +9,22 @@ from pathlib import Path
 from unisono import DataError
 
 
+def files_of(path: Path, kind: str, suffixes: Collection[str]) -> list[Path]:
+    """Return a file, or the files of a folder and of those in it with these suffixes, sorted by name.
+
+    Raises:
+        DataError: There are none.
+    """
+    found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix.lower() in suffixes)
+    if not found:
+        raise DataError(
+            f"There are no {kind} in {path}.",
+            f"Their names end in {', '.join(sorted(suffixes))}.",
+            "Name another folder.",
+        )
+    return found
+
+
 def files_by_class(
     folder: Path, kind: str, suffixes: Collection[str], *, ignored: str = ".", hint: str = ""
 ) -> dict[str, list[Path]]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from unisono import DataError
-from unisono.recipes.datasets.class_folders import files_by_class
+from unisono.recipes.datasets.class_folders import files_by_class, files_of
 from unisono.recipes.datasets.held_out import held_out
 
 Source = Literal["auto", "fashion", "digits"]
@@ -318,11 +318,16 @@ def _load_folder(folder: Path) -> ImageData:
         classes = tuple(files)
         paths = [path for paths in files.values() for path in paths]
         labels = torch.tensor([label for label, name in enumerate(classes) for _ in files[name]])
-        train, valid = _split(_read_images(paths), labels, [path.relative_to(folder).as_posix() for path in paths])
+        train, valid = _split(read_images(paths), labels, [path.relative_to(folder).as_posix() for path in paths])
     return ImageData(name=str(folder), license="your own", classes=classes, train=train, valid=valid)
 
 
-def _read_images(paths: Sequence[Path]) -> Tensor:
+def image_files(path: Path) -> list[Path]:
+    """Return an image file, or those of a folder, sorted by name."""
+    return files_of(path, "images", _SUFFIXES)
+
+
+def read_images(paths: Sequence[Path]) -> Tensor:
     """Read images of one size as uint8 [images, channels, height, width]; 1 channel if all are grayscale, else 3."""
     pillow = _import_optional("PIL.Image", f"Cannot read the image {paths[0]}", "pillow")
     arrays: list[np.ndarray] = []

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from unisono import DataError
-from unisono.recipes.datasets.class_folders import files_by_class
+from unisono.recipes.datasets.class_folders import files_by_class, files_of
 from unisono.recipes.datasets.espeak import SynthesizerError, Utterance, say, variants
 from unisono.recipes.datasets.held_out import held_out, keyed_hash
 from unisono.recipes.datasets.wav import check_waves, read_wave
@@ -129,6 +129,20 @@ def load_spoken_words(
     if source == "recorded" or (source == "auto" and RECORDED.is_dir()):
         return _vary_recordings(draws, seed)
     return _synthesize(count, draws, seed)
+
+
+def clips_of(path: Path, rate: int) -> tuple[list[Path], Clips]:
+    """Return a wave file, or those of a folder, sorted by name, and their clips with numbers as labels.
+
+    Raises:
+        DataError: There are none, or their sampling rate is not `rate`, in Hz.
+    """
+    files = files_of(path, "wave files", {".wav"})
+    found, _ = check_waves(files)
+    if found != rate:
+        fact = f"They have {found:,} Hz, and it was trained with {rate:,} Hz."
+        raise DataError(f"The clips of {path} do not fit the model.", fact, f"sox IN.wav -r {rate} OUT.wav")
+    return files, Clips(files, range(len(files)))
 
 
 def load_recorded_digits() -> Clips | None:
