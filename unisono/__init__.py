@@ -44,12 +44,13 @@ _EXPORTS = {
     "StuckError": "unisono.errors",
 }
 
-_MODULES = ("distill", "ray")
+_MODULES = ("distill", "pruning", "ray")
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from unisono import distill as distill
+    from unisono import pruning as pruning
     from unisono import ray as ray
     from unisono.checkpoint.saved_weights import SavedWeights as SavedWeights
     from unisono.config import CheckpointSettings as CheckpointSettings

@@ -45,6 +45,7 @@ STEPS = {
     "distill": 7,
     "local_sgd": 7,
     "param_server": 7,
+    "pruning": 7,
     "recipes": 8,
     "testing": 8,
     "cli": 9,

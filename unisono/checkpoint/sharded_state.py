@@ -112,11 +112,11 @@ def load_module(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         else set()
     )
     model.load_state_dict(
-        {name: own[name] if name in late else read(_like(value, own.get(name))) for name, value in state.items()}
+        {name: own[name] if name in late else read(shard_like(value, own.get(name))) for name, value in state.items()}
     )
     with torch.no_grad():
         for name in late:
-            own[name].copy_(_like(state[name], own[name]))
+            own[name].copy_(shard_like(state[name], own[name]))
 
 
 def _is_loaded_late(value: Any, now: Any) -> bool:
@@ -130,7 +130,7 @@ def apart(state: Mapping[str, Any], thing: Any) -> Mapping[str, Any]:
         params = dict(enumerate(p for group in thing.param_groups for p in group["params"]))
 
         def shard(number: int, values: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: _like(value, params.get(number)) for name, value in values.items()}
+            return {name: shard_like(value, params.get(number)) for name, value in values.items()}
 
         return read({**state, "state": {number: shard(number, values) for number, values in state["state"].items()}})
     return read(state)
@@ -141,9 +141,10 @@ def read(state: Any) -> Any:
     return tree_map_only(LazyTensor, lambda tensor: tensor.whole(), state)
 
 
-def _like(value: Any, model: Any) -> Any:
-    fits = is_dtensor(model) and isinstance(value, (torch.Tensor, LazyTensor)) and value.shape == model.shape
-    if not fits:
+def shard_like(value: Any, model: Any) -> Any:
+    """Return a tensor sharded as `model` is; as it is if it has another shape, and whole if `model` is whole."""
+    stored = isinstance(value, (torch.Tensor, LazyTensor)) and not is_dtensor(value)
+    if not (is_dtensor(model) and stored and value.shape == model.shape):
         return value.whole() if isinstance(value, LazyTensor) else value
     box = box_of(model)
     if isinstance(value, LazyTensor) and box is not None:  # read only the local part

@@ -163,5 +163,5 @@ class LoopChecks:
     def register_schedule(self, schedule: Any) -> None:
         """Check a schedule when it is first stepped."""
         if not any(known is schedule for known in self.steppers):
-            check_schedule(schedule)
+            check_schedule(schedule, self.settings)
             self.steppers.append(schedule)

@@ -139,13 +139,31 @@ def _of_dtensor(error: BaseException) -> bool:
     return isinstance(error, AssertionError) and last[0].f_globals["__name__"].startswith("torch.distributed.tensor")
 
 
-def check_schedule(schedule: Any) -> None:
-    """Raise LoopError if step.update cannot step this schedule."""
+def check_schedule(schedule: Any, settings: Settings) -> None:
+    """Raise LoopError if step.update cannot step this schedule, or this pruning of weights."""
+    if getattr(schedule, "needs_equal_weights", False):
+        _check_equal_weights(type(schedule).__name__, settings)
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise LoopError(
             "step.update cannot step ReduceLROnPlateau.",
             "It needs a metric, which step.update does not have.",
             "call schedule.step(metric) yourself, with a value that is equal everywhere (run.evaluate's is).",
+        )
+
+
+def _check_equal_weights(name: str, settings: Settings) -> None:
+    """Raise LoopError if some processes hold other parameters, or other values of them, than others after an update."""
+    if settings.exchange in ("server", "local_sgd"):
+        raise LoopError(
+            f"{name} does not work with exchange={settings.exchange}.",
+            "It changes weights after an update, and the processes do not all hold the same weights then.",
+            "--set exchange=tree",
+        )
+    if settings.parallel.pipeline > 1:
+        raise LoopError(
+            f"{name} does not work with parallel.pipeline={settings.parallel.pipeline}.",
+            "It changes all parameters of a model, and each process holds those of its stages.",
+            "--set parallel.pipeline=1, with parallel.shard for a large model.",
         )
 
 
