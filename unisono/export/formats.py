@@ -18,6 +18,7 @@ class ProgramFormat(NamedTuple):
         packages: Modules that must be installed.
         tools: Programs, of which one must be installed.
         bound: The largest norm of a difference of outputs, relative to the norm of the outputs.
+        extra: The optional dependencies of this library that have the packages.
     """
 
     text: str
@@ -25,7 +26,11 @@ class ProgramFormat(NamedTuple):
     packages: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     bound: float = 1e-5
+    extra: str = "export"
 
+
+BASE = "base"
+"""The folder of the model that an adapter changes, beside the adapter, until the adapter was loaded again."""
 
 WEIGHTS = "safetensors"
 """The format that holds weights only."""
@@ -36,7 +41,12 @@ FORMATS = {
         "a program that AOTInductor has compiled for this processor", ".pt2", tools=("g++", "clang++")
     ),
     "onnx": ProgramFormat("a model of ONNX", ".onnx", ("onnx", "onnxscript", "onnxruntime")),
-    "hf": ProgramFormat("a folder of Hugging Face's transformers", "", ("transformers",), bound=1e-6),
+    "hf": ProgramFormat(
+        "a folder of Hugging Face's transformers", "", ("transformers",), bound=1e-6, extra="huggingface"
+    ),
+    "peft": ProgramFormat(
+        "an adapter of Hugging Face's peft", "", ("transformers", "peft"), bound=1e-6, extra="adapters"
+    ),
 }
 """Formats of programs by name."""
 
@@ -66,7 +76,7 @@ def require_format(name: str, line: str) -> None:
     if missing:
         fact = f"{known.text.capitalize()} needs {' and '.join(missing)}."
         raise SettingsError(
-            f"--format {name} needs packages that are not installed.", fact, "pip install 'unisono[export]'"
+            f"--format {name} needs packages that are not installed.", fact, f"pip install 'unisono[{known.extra}]'"
         )
     if known.tools and not any(map(shutil.which, known.tools)):
         fact = f"{known.text.capitalize()} needs {' or '.join(known.tools)}."

@@ -57,6 +57,12 @@ def load_hf(path: str) -> Call:
     return getattr(transformers, config.architectures[0]).from_pretrained(path).eval()
 
 
+def load_peft(path: str) -> Call:
+    import peft
+
+    return peft.PeftModel.from_pretrained(load_hf(f"{path}/../base"), path).eval()
+
+
 def value_of(form: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
     ((kind, value),) = form.items()
     if kind == "tensor":
@@ -109,7 +115,8 @@ def main(kind: str, path: str, folder: str, threads: str) -> None:
     tensors = load_file(f"{folder}/samples.safetensors")
     with open(f"{folder}/samples.json", encoding="utf-8") as file:
         rows = json.load(file)
-    call = {"torch": load_torch, "aoti": load_aoti, "onnx": load_onnx, "hf": load_hf}[kind](path)
+    loaders = {"torch": load_torch, "aoti": load_aoti, "onnx": load_onnx, "hf": load_hf, "peft": load_peft}
+    call = loaders[kind](path)
     with torch.no_grad():
         difference, relative = compare(call, rows, tensors)
         milliseconds = median_milliseconds(call, rows[0], tensors)

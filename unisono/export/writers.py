@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
+from unisono.export.adapters import has_adapter, merge_adapter, require_transformer, write_adapter
 from unisono.export.formats import FORMATS
 from unisono.export.samples import ModelCall, write_samples
 
@@ -32,6 +33,8 @@ def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Pa
         LoopError: The model cannot be exported in this format.
     """
     model.eval()
+    if has_adapter(model):
+        model.float()  # weights of 16 bits would be rounded again when the adapter is merged
     call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
     calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
     write_samples(folder, model, calls)
@@ -118,17 +121,27 @@ def write_onnx(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str,
 
 
 def write_hf(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
-    """Write a folder that from_pretrained reads: configuration, weights in shards, and their index."""
-    from transformers import PreTrainedModel
+    """Write a folder that from_pretrained reads: configuration, weights in shards, and their index.
 
-    if not isinstance(model, PreTrainedModel):
+    Adapters are merged into the weights.
+    """
+    more: dict[str, Any] = {}
+    if has_adapter(model):
+        model, more = merge_adapter(model)
+    require_transformer(model, "hf")
+    model.save_pretrained(path)  # type: ignore[operator]
+    return more
+
+
+def write_peft(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write a folder with an adapter alone, which peft loads onto the base model."""
+    if not has_adapter(model):
         raise LoopError(
-            f"Cannot export the {type(model).__name__} as {FORMATS['hf'].text}.",
-            "It is no model of transformers, so from_pretrained has no code for it.",
-            "--format torch for a program, --format safetensors for the weights",
+            f"Cannot export the {type(model).__name__} as {FORMATS['peft'].text}.",
+            "It has no adapter: it is no PeftModel.",
+            "--format hf for a model of transformers, --format torch for any other model",
         )
-    model.save_pretrained(path)
-    return {}
+    return write_adapter(model, path)
 
 
 WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path], dict[str, Any]]] = {
@@ -136,4 +149,5 @@ WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path], dict[str, Any]]]
     "aoti": write_aoti,
     "onnx": write_onnx,
     "hf": write_hf,
+    "peft": write_peft,
 }

@@ -50,7 +50,7 @@ def export(
         The file to write; a folder for the format hf.
     kind
         safetensors: weights. torch: a program of torch.export. aoti: compiled by AOTInductor for this processor. onnx.
-        hf: a folder that from_pretrained of transformers loads.
+        hf: a folder that from_pretrained of transformers loads; adapters of peft are merged. peft: the adapter alone.
     model
         Write only this model. By default the weights of all tracked models are written, with the model's name as a
         prefix.
@@ -83,7 +83,7 @@ def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *
         facts = "The first argument is a run directory, or a checkpoint."
         raise SettingsError(error, facts, line(Path(with_checkpoints(folder)), out))
     require_format(kind, shlex.join(["unisono", "export", str(folder), str(out)]))
-    if out.is_dir() and kind != "hf":
+    if out.is_dir() and suffix_of(kind):
         raise SettingsError(
             f"{out} is a folder.", "An export is one file.", line(folder, out / f"model{suffix_of(kind)}")
         )
@@ -135,9 +135,9 @@ def _export_program(
     as_json: bool,
 ) -> int:
     """Export the model of a run directory as a program, and return the exit status."""
-    if sign is not None and kind == "hf":
+    if sign is not None and not suffix_of(kind):
         fact = "A signature covers one file, and this format is a folder."
-        raise SettingsError("--sign cannot be combined with --format hf.", fact, line(folder, out))
+        raise SettingsError(f"--sign cannot be combined with --format {kind}.", fact, line(folder, out))
     key = private_key(sign) if sign is not None else None
     typed = CommandLine(tuple(shlex.split(line(folder, out))))
     again = earlier(folder, script, typed)

@@ -73,11 +73,12 @@ class ProgramExportRun(Verification):
             "weights_sha256": self._fingerprint(checkpoint),
             **compared,
         }
-        if not report["relative"] <= FORMATS[self.format].bound:
+        bound = known.get("bound", FORMATS[self.format].bound)
+        if not report["relative"] <= bound:
             raise CheckpointError(
                 f"The exported {known['class']} computes other values than the model.",
                 f"The outputs differ by {report['relative']:.1e}, relative to their norm; {self.format} is allowed "
-                f"{FORMATS[self.format].bound:.0e}.",
+                f"{bound:.0e}.",
                 "a model that draws random numbers in eval mode cannot be exported; --format safetensors can.",
             )
         self._publish(program, report)
