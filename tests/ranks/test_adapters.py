@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from tests.ranks.loops import attempt
 from unisono.checkpoint.load import load, newest
+from unisono.checkpoint.sharded_state import gather_tensor
 from unisono.config import ParallelSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_promise, run_ranks, run_result
@@ -38,12 +40,13 @@ LLAMA = transformers.LlamaConfig(
 )
 
 
-def adapted(*, dropout: float = 0.1, **options: Any) -> nn.Module:
+def adapted(*, dropout: float = 0.1, targets: Sequence[str] = ("q_proj", "v_proj"), **options: Any) -> nn.Module:
     """Return a small Llama with LoRA in two matrices of each block."""
     from peft import LoraConfig, get_peft_model
 
-    targets = ["q_proj", "v_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=dropout, target_modules=targets, **options)
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=dropout, target_modules=list(targets), **options
+    )
     model: nn.Module = get_peft_model(transformers.LlamaForCausalLM(LLAMA), lora)
     return model
 
@@ -58,6 +61,7 @@ def train(run: Run[Any], **options: Any) -> dict[str, Any]:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01)
     run.track(model=model, optimizer=optimizer)
+    norms = []
     for step in run.steps(sentences()):
         step.run(
             model,
@@ -65,15 +69,23 @@ def train(run: Run[Any], **options: Any) -> dict[str, Any]:
             forward=lambda module, batch: module(input_ids=batch[0], labels=batch[0]),
             mean=True,
         )
+        norms.append(step.grad_norm)
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         step.update(optimizer)
-    assert len(optimizer.state) == len(trained) == 8
+    assert len(optimizer.state) == len(trained)
     return {
+        "norms": norms,
+        "adapter": [gathered(p) for p in trained],
         "weights": run.context.state.fingerprint(),
         "loss": run_result(run)["loss"],
         "promise": run_promise(run)[0],
         "bytes": run_result(run).get("bytes_per_step", 0),
     }
+
+
+def gathered(p: torch.Tensor) -> list[float]:
+    whole: torch.Tensor = gather_tensor(p.detach())
+    return whole.flatten().tolist()
 
 
 def trained_on(world: World, folder: str, config: Settings, resume: bool = False, **options: Any) -> Any:
@@ -132,3 +144,21 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     frozen = [name for name in saved["model"] if "lora_" not in name]
     assert len(frozen) == len(transformers.LlamaForCausalLM(LLAMA).state_dict())
     assert sum(state["exp_avg"].numel() for state in saved["optimizer"]["state"].values()) == ADAPTER
+
+
+EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_divided_matrices_with_adapters(tmp_path: Path, size: int) -> None:
+    """The adapters of matrices that are divided by columns and by rows agree with those of one process."""
+    train_all = partial(trained_on, dropout=0.0, targets=EVERY)
+    (one,) = run_ranks(train_all, 1, str(tmp_path / "1"), CONFIG)
+    divided = replace(CONFIG, parallel=ParallelSettings(tensor=2))
+    results = run_ranks(train_all, size, str(tmp_path / "2"), divided)
+    for found in results:
+        assert isinstance(found, dict), found
+        assert found["weights"] == results[0]["weights"]
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        for mine, theirs in zip(found["adapter"], one["adapter"], strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-3, atol=1e-4)

@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import (
 from unisono.distributed.process_group import is_mixed_dtensor_error
 from unisono.errors import LoopError
 from unisono.parallel.layers import ForwardWrapper, layers_of
+from unisono.parallel.tensor_parallel.adapter_plan import follow_plan
 from unisono.parallel.tensor_parallel.head_check import HeadCheck
 
 FIRST = (
@@ -151,7 +152,7 @@ def _own_plan(model: nn.Module) -> Plan:
             f"Its tp_plan names {', '.join(unknown)}, which torch does not have.",
             "run.place(model, plan={name: style, ...}) with styles of torch.distributed.tensor.parallel.",
         )
-    return {name: STYLES[word]() for name, word in words.items()}
+    return follow_plan(model, {name: STYLES[word]() for name, word in words.items()})
 
 
 def _plan_by_names(model: nn.Module, *, sequence: bool, loss: bool) -> Plan:
