@@ -3,6 +3,8 @@
     PeftModel --> merged    W + scale B A in place of W and the adapter: a model of transformers (--format hf)
               --> alone     the adapter's weights and configuration, for the base model (--format peft)
 
+A quantized base is exported in float32.
+
 LoRA: Hu et al. 2021, arXiv 2106.09685.
 """
 
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from unisono.errors import LoopError
 from unisono.export.formats import BASE, FORMATS
@@ -28,11 +31,12 @@ def has_adapter(model: torch.nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def merge_adapter(model: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+def merge_adapter(model: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Merge the active adapters of a PeftModel into its weights, in place.
 
     Args:
-        model: The PeftModel, whole, on one device, with weights in float32.
+        model: The PeftModel, whole, on one device, with weights in float32 or quantized.
+        folder: A folder for files that are needed in between.
 
     Returns:
         The model without adapters, and what to report of it.
@@ -47,6 +51,8 @@ def merge_adapter(model: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
             f"Adapters of the kind {_kind(model, names[0])} change no weights of the model.",
             "--format peft, which writes the adapter alone.",
         )
+    if _quantized(model):
+        model = _on_float_base(model, folder / "float")
     merged: torch.nn.Module = model.base_model.merge_and_unload()
     return merged, {
         "class": type(merged).__name__,
@@ -84,13 +90,16 @@ def write_adapter(model: Any, path: Path) -> dict[str, Any]:
     (draft if name == "default" else draft / name).rename(path)
     trained = _trained_by(model, name)
     kind = _kind(model, name)
+    bound = MERGED_BOUND if _quantized(model) else FORMATS["peft"].bound
     base = model.base_model if model.active_peft_config.is_prompt_learning else model.base_model.unload()
+    _dequantize(base)
     require_transformer(base, "peft")
     base.save_pretrained(path.with_name(BASE))
     return {
         "class": f"{kind} adapter of {type(base).__name__}",
         "parameters": trained,
         "adapter": name,
+        "bound": bound,
         "base_sha256": fingerprint_of({"base": base.state_dict()}),
     }
 
@@ -105,6 +114,40 @@ def require_transformer(model: torch.nn.Module, kind: str) -> None:
             "It is no model of transformers, so from_pretrained has no code for it.",
             "--format torch for a program, --format safetensors for the weights",
         )
+
+
+def _quantized(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules with a weight of torchao, which is computed from several tensors."""
+    return [
+        part
+        for part in model.modules()
+        if is_parametrized(part, "weight") and hasattr(part.weight, "__tensor_flatten__")
+    ]
+
+
+def _dequantize(model: torch.nn.Module) -> None:
+    """Replace quantized weights by their values in float32, in place."""
+    for part in _quantized(model):
+        value: Any = part.weight
+        remove_parametrizations(part, "weight", leave_parametrized=True)
+        part.weight = torch.nn.Parameter(value.dequantize().float(), requires_grad=False)
+
+
+def _on_float_base(model: Any, folder: Path) -> Any:
+    """Return the model with the same adapters, on a base in float32. It can be merged; a quantized one would round."""
+    from peft import PeftModel
+
+    names = list(model.active_adapters)
+    model.save_pretrained(str(folder), selected_adapters=names)
+    base = model.base_model.unload()
+    _dequantize(base)
+    places = {name: str(folder if name == "default" else folder / name) for name in names}
+    first, *others = names
+    found = PeftModel.from_pretrained(base, places[first], adapter_name=first)
+    for name in others:
+        found.load_adapter(places[name], name)
+    found.base_model.set_adapter(names)
+    return found.eval()
 
 
 def _kind(model: Any, name: str) -> str:

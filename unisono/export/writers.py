@@ -127,7 +127,7 @@ def write_hf(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, A
     """
     more: dict[str, Any] = {}
     if has_adapter(model):
-        model, more = merge_adapter(model)
+        model, more = merge_adapter(model, path.parent)
     require_transformer(model, "hf")
     model.save_pretrained(path)  # type: ignore[operator]
     return more

@@ -18,13 +18,22 @@ from unisono.plan.batch_order import BatchOrder
 
 
 def check_shapes(model: torch.nn.Module) -> None:
-    """Raise LoopError if a parameter of the model has no shape yet, so that it cannot be broadcast."""
+    """Raise LoopError if a parameter of the model cannot be broadcast: it has no shape yet, or consists of tensors."""
     lazy = [name for name, p in model.named_parameters() if isinstance(p, torch.nn.UninitializedParameter)]
     if lazy:
         raise LoopError(
             f"Cannot place a {type(model).__name__} with uninitialized parameters.",
             f"{len(lazy)} of its parameters have no shape yet (the first is {lazy[0]}), so they cannot be broadcast.",
             "pass in_features, or pass a batch through it first: run.place(lambda: warmed_up(Net())).",
+        )
+    quantized = [name for name, p in model.named_parameters() if hasattr(p, "__tensor_flatten__") and not is_dtensor(p)]
+    if quantized:
+        kind = type(model.get_parameter(quantized[0])).__name__
+        raise LoopError(
+            f"Cannot place a {type(model).__name__} with parameters that consist of several tensors.",
+            f"{len(quantized)} of its parameters are like that (the first is {quantized[0]}, a {kind}). They can be "
+            "neither broadcast nor saved as one tensor.",
+            "torchao.utils.unwrap_tensor_subclass(model) after get_peft_model: docs/guide/adapters.md#quantized-bases.",
         )
 
 
