@@ -27,7 +27,7 @@ def follow_plan(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> dict[str
         model: The model; one without adapters keeps its plan.
         plan: The style of each module, by names within the model that is adapted.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: nn.Module = getattr(model, "get_base_model", lambda: model)()
     names = {id(part): f"{name}." if name else "" for name, part in model.named_modules()}
     if base is model and not any(hasattr(part, ADAPTED) for part in model.modules()):
         return dict(plan)
