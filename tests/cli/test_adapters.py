@@ -185,3 +185,11 @@ def test_exports_that_are_refused(command: Command, name: str) -> None:
     assert do in ended.err
     assert "Traceback" not in ended.err
     assert not (command.folder / "folder").exists()
+
+
+@pytest.mark.slow
+def test_a_prompt_alone(command: Command) -> None:
+    trained(command, "--set", "kind=prompt")
+    ended = command.run("export", "out", "folder", "--format", "peft", "--json", times=5)
+    assert ended.status == 0, ended.err
+    assert last_json(ended.out)["class"] == "PROMPT_TUNING adapter of LlamaForCausalLM"

@@ -128,6 +128,7 @@ def test_shards(tmp_path: Path, reference: dict[str, Any], size: int, config: Se
         assert same(found, reference)
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_number_of_processes(tmp_path: Path, reference: dict[str, Any]) -> None:
     for before, size, after in ((CONFIG, 3, CONFIG), (SHARDED, 1, CONFIG), (CONFIG, 2, SHARDED)):
         folder = str(tmp_path / f"{size}-{after.parallel.shard}")
@@ -136,6 +137,7 @@ def test_a_resume_on_another_number_of_processes(tmp_path: Path, reference: dict
             assert same(found, {**reference, "norms": reference["norms"][2:]})
 
 
+@pytest.mark.slow
 def test_dropout_of_the_adapter_changes_the_result(tmp_path: Path, reference: dict[str, Any]) -> None:
     found, other = (
         run_ranks(partial(trained_on, dropout=0.0), size, str(tmp_path / str(size)), CONFIG)[0] for size in (1, 2)
@@ -156,7 +158,8 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
 EVERY = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
 def test_divided_matrices_with_adapters(tmp_path: Path, size: int) -> None:
     """The adapters of matrices that are divided by columns and by rows agree with those of one process."""
     train_all = partial(trained_on, dropout=0.0, targets=EVERY)
