@@ -39,11 +39,13 @@ class ExportRequest:
         format: The name of the format (formats.py).
         model: The name under which the run tracks the model; "" if it tracks one.
         folder: The folder for the program, the samples and the facts.
+        quantize: The name of the quantization (formats.py); "" for none.
     """
 
     format: str
     model: str
     folder: str
+    quantize: str = ""
 
     @classmethod
     def of(cls, text: str) -> ExportRequest:
@@ -109,7 +111,8 @@ class ProgramExport(Extension):
             )
         if isinstance(model.forward, AutocastForward):
             model.forward = model.forward.forward
-        write_program(self._request.format, model, capture.call, Path(self._request.folder))
+        request = self._request
+        write_program(request.format, model, capture.call, Path(request.folder), request.quantize)
         raise RunStopped
 
 

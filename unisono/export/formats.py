@@ -36,6 +36,7 @@ WEIGHTS = "safetensors"
 """The format that holds weights only."""
 
 FORMATS = {
+    WEIGHTS: ProgramFormat("a file of weights", ".safetensors"),
     "torch": ProgramFormat("a program of torch.export", ".pt2", bound=1e-6),
     "aoti": ProgramFormat(
         "a program that AOTInductor has compiled for this processor", ".pt2", tools=("g++", "clang++")
@@ -48,12 +49,39 @@ FORMATS = {
         "an adapter of Hugging Face's peft", "", ("transformers", "peft"), bound=1e-6, extra="adapters"
     ),
 }
-"""Formats of programs by name."""
+"""Formats by name."""
+
+KINDS = {
+    "int8": "int8 weights, a scale for each output",
+    "int8-dynamic": "int8 weights, and activations that are rounded to int8 in each call, a scale for each row",
+    "int4": "int4 weights in groups of 32, a scale for each group; one byte for each weight",
+}
+"""Quantizations by name."""
+
+DYNAMIC = "int8-dynamic"
+"""The quantization of activations."""
+
+NOT_QUANTIZED = {
+    "onnx": "onnxruntime quantizes models of ONNX itself: onnxruntime.quantization.quantize_dynamic.",
+    "hf": "from_pretrained needs a configuration of the quantization: AutoModel.from_pretrained(FOLDER, "
+    "quantization_config=TorchAoConfig(...)) quantizes the exported folder.",
+    "peft": "An adapter is small, and peft loads it with the precision in which it was trained.",
+}
+"""Why a format cannot hold a quantized model."""
 
 
 def suffix_of(name: str) -> str:
     """Return the suffix of the file of a format; "" for a folder."""
-    return FORMATS[name].suffix if name in FORMATS else f".{WEIGHTS}"
+    return FORMATS[name].suffix
+
+
+def bound_of(name: str, quantize: str) -> float:
+    """Return the largest relative difference of outputs that an export may have.
+
+    AOTInductor computes activations in another order. One that is at the edge between two of 255 values is then rounded
+    to the other one.
+    """
+    return 1e-2 if (name, quantize) == ("aoti", DYNAMIC) else FORMATS[name].bound
 
 
 def require_format(name: str, line: str) -> None:
@@ -66,10 +94,8 @@ def require_format(name: str, line: str) -> None:
     Raises:
         SettingsError: There is no such format, or something that it needs is not installed.
     """
-    if name == WEIGHTS:
-        return
     if name not in FORMATS:
-        fact = f"The formats are {', '.join((WEIGHTS, *FORMATS))}."
+        fact = f"The formats are {', '.join(FORMATS)}."
         raise SettingsError(f"There is no format {name}.", fact, f"{line} --format torch")
     known = FORMATS[name]
     missing = [package for package in known.packages if find_spec(package) is None]
@@ -81,3 +107,32 @@ def require_format(name: str, line: str) -> None:
     if known.tools and not any(map(shutil.which, known.tools)):
         fact = f"{known.text.capitalize()} needs {' or '.join(known.tools)}."
         raise SettingsError(f"--format {name} needs a compiler.", fact, "install g++, or: --format torch")
+
+
+def require_quantization(kind: str, name: str, line: str) -> None:
+    """Check that a quantized export in this format can be written here.
+
+    Args:
+        kind: The name of the quantization.
+        name: The name of the format.
+        line: The typed command without the format, for the message.
+
+    Raises:
+        SettingsError: There is no such quantization, the format cannot hold it, or torchao is not installed.
+    """
+    if kind not in KINDS:
+        fact = f"The quantizations are {', '.join(KINDS)}."
+        raise SettingsError(f"There is no quantization {kind}.", fact, f"{line} --format {name} --quantize int8")
+    if name in NOT_QUANTIZED:
+        error = f"--format {name} cannot be combined with --quantize."
+        raise SettingsError(error, NOT_QUANTIZED[name], f"{line} --format torch --quantize {kind}")
+    if (name, kind) == (WEIGHTS, DYNAMIC):
+        error = f"--quantize {kind} needs a format that holds a program."
+        fact = "A file of weights cannot state that activations are rounded; its weights would be those of int8."
+        do = f"{line} --format torch --quantize {kind}, or: {line} --quantize int8"
+        raise SettingsError(error, fact, do)
+    if find_spec("torchao") is None:
+        fact = "Linear layers are quantized by torchao."
+        raise SettingsError(
+            "--quantize needs a package that is not installed.", fact, "pip install 'unisono[quantize]'"
+        )

@@ -1,6 +1,7 @@
 """Load an exported program in a fresh process, and compare its outputs with those of the model.
 
-This file uses nothing of unisono. It is run as a program, python load_again.py FORMAT PROGRAM SAMPLES_FOLDER THREADS,
+This file uses nothing of unisono, and for a quantized model nothing of torchao. It is run as a program,
+python load_again.py FORMAT PROGRAM SAMPLES_FOLDER THREADS,
 and prints one JSON object: {"difference": ..., "relative": ..., "milliseconds": ..., "megabytes": ...}.
 
     difference      largest absolute difference of an element, over all samples
@@ -10,6 +11,7 @@ and prints one JSON object: {"difference": ..., "relative": ..., "milliseconds":
 """
 
 import json
+import os
 import resource
 import statistics
 import sys
@@ -18,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 Call = Callable[..., Any]
@@ -61,6 +64,27 @@ def load_peft(path: str) -> Call:
     import peft
 
     return peft.PeftModel.from_pretrained(load_hf(f"{path}/../base"), path).eval()
+
+
+def load_weights(path: str) -> Call:
+    """Fill the program that lies beside the weights. It has zeros where the model has quantized weights."""
+    with safe_open(path, "pt") as file:
+        aliases = file.metadata()
+    tensors = load_file(path)
+    state = {name: value for name, value in tensors.items() if not is_scale(name, tensors)}
+    for name in [name for name in state if f"{name}_scale" in tensors]:
+        scale = tensors[f"{name}_scale"]
+        groups = state[name].float().view(*scale.shape, -1)
+        state[name] = (groups * scale[..., None]).view(state[name].shape)
+    program = torch.export.load(os.path.join(os.path.dirname(path), "program.pt2")).module()
+    state |= {name: state[first] for name, first in aliases.items() if first in state}
+    program.load_state_dict(state)
+    return program
+
+
+def is_scale(name: str, tensors: dict[str, torch.Tensor]) -> bool:
+    weight = tensors.get(name.removesuffix("_scale"))
+    return name.endswith("_scale") and weight is not None and weight.dtype == torch.int8
 
 
 def value_of(form: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
@@ -116,6 +140,7 @@ def main(kind: str, path: str, folder: str, threads: str) -> None:
     with open(f"{folder}/samples.json", encoding="utf-8") as file:
         rows = json.load(file)
     loaders = {"torch": load_torch, "aoti": load_aoti, "onnx": load_onnx, "hf": load_hf, "peft": load_peft}
+    loaders["safetensors"] = load_weights
     call = loaders[kind](path)
     with torch.no_grad():
         difference, relative = compare(call, rows, tensors)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config.toml_file import flat_items
+from unisono.export.formats import KINDS
 from unisono.report.result_file import read_result
 
 FACTS = ("torch", "numpy", "device", "processor", "instruction_set", "python")
@@ -48,12 +49,47 @@ def model_card(run_dir: Path, report: Mapping[str, Any]) -> str:
         "## The exported program",
         "",
         "Loaded again in a process without Unisono, its outputs differ from those of the model by "
-        f"{report['relative']:.1e}, relative to their norm, on {report['samples']} samples of the training data. A "
-        f"call with them takes {report['milliseconds']:.2f} ms on one thread. The file has "
-        f"{report['bytes'] / 1e6:.2f} MB, and the process {report['megabytes']:.0f} MB of memory.",
+        f"{report['relative']:.1e}, relative to their norm, on {report['samples']} samples of the training data. "
+        f"The file has {report['bytes'] / 1e6:.2f} MB.{_costs(report)}",
         "",
+        *_quantization(report),
     ]
     return "\n".join(lines)
+
+
+def _costs(report: Mapping[str, Any]) -> str:
+    if "milliseconds" not in report:
+        return ""
+    return (
+        f" A call with these samples takes {report['milliseconds']:.2f} ms on one thread, and the process "
+        f"{report['megabytes']:.0f} MB of memory."
+    )
+
+
+def _quantization(report: Mapping[str, Any]) -> list[str]:
+    if "quantize" not in report:
+        return []
+    sizes = f"| MB of the file | {report['unquantized_bytes'] / 1e6:.2f} | {report['bytes'] / 1e6:.2f} |"
+    names = {"milliseconds": "ms of a call", "megabytes": "MB of memory of the process"}
+    rows = [
+        f"| {text} | {report[f'unquantized_{name}']:.2f} | {report[name]:.2f} |"
+        for name, text in names.items()
+        if name in report
+    ]
+    floats = ", ".join(f"`{name}`" for name in report["float_layers"]) or "none"
+    return [
+        "## Quantization",
+        "",
+        f"{report['quantized_layers']} linear layers are quantized with torchao: {KINDS[report['quantize']]}. Linear "
+        f"layers in float: {floats}. The outputs differ from those of the unquantized model by "
+        f"{report['relative_to_unquantized']:.1e}, relative to their norm.",
+        "",
+        "| | Unquantized | Quantized |",
+        "|---|---|---|",
+        sizes,
+        *rows,
+        "",
+    ]
 
 
 def _table(title: str, values: Mapping[str, Any], column: str) -> list[str]:

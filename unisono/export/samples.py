@@ -42,21 +42,29 @@ class ModelCall(NamedTuple):
         return ModelCall(*tree_map_only(torch.Tensor, lambda tensor: torch.cat((tensor, tensor)), tuple(self)))
 
 
-def write_samples(folder: Path, model: torch.nn.Module, calls: Sequence[ModelCall]) -> None:
-    """Call the model, and write inputs and outputs.
+def write_samples(folder: Path, model: torch.nn.Module, calls: Sequence[ModelCall]) -> list[torch.Tensor]:
+    """Call the model, write inputs and outputs, and return all tensors of the outputs.
 
     Raises:
         LoopError: Inputs or outputs contain something else than tensors, plain values, lists, tuples and dicts.
     """
     tensors: dict[str, torch.Tensor] = {}
-    rows = []
+    rows, found = [], []
     for call in calls:
         with torch.no_grad():
             outputs = model(*call.args, **call.kwargs)
+        found += [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         parts = {"args": call.args, "kwargs": call.kwargs, "outputs": outputs}
         rows.append({name: _form(value, tensors, name) for name, value in parts.items()})
     save_file(tensors, folder / "samples.safetensors")
     (folder / "samples.json").write_text(json.dumps(rows), encoding="utf-8")
+    return found
+
+
+def largest_relative(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> float:
+    """Return the largest norm of a difference, relative to the norm of the expected tensor."""
+    pairs = [(a.double(), b.double()) for a, b in zip(expected, found, strict=True) if a.numel()]
+    return max((float((b - a).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs), default=0.0)
 
 
 def _form(value: Any, tensors: dict[str, torch.Tensor], what: str) -> Any:

@@ -4,43 +4,73 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.export.adapters import has_adapter, merge_adapter, require_transformer, write_adapter
-from unisono.export.formats import FORMATS
-from unisono.export.samples import ModelCall, write_samples
+from unisono.export.formats import FORMATS, WEIGHTS
+from unisono.export.quantization import (
+    forget_quantized,
+    is_quantized,
+    quantize_linear,
+    quantized_state,
+    without_fake_quantizers,
+    without_torchao,
+)
+from unisono.export.samples import ModelCall, largest_relative, write_samples
 
-PROGRAM, FACTS = "program", "facts.json"
-"""Names in the folder of an export: the program, without its suffix; what is known about it."""
+PROGRAM, FACTS, UNQUANTIZED = "program", "facts.json", "unquantized"
+"""Names in the folder of an export: the program, without its suffix; what is known about it; the same before it was
+quantized."""
 
 
-def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Path) -> None:
+def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Path, quantize: str = "") -> None:
     """Write a model in a format, with samples and facts.
 
     Args:
         name: The name of the format.
-        model: The model, whole and on one device.
+        model: The model, whole and on one device. A quantization changes it.
         call: Inputs of a call.
         folder: An existing folder.
+        quantize: The name of the quantization; "" for none. The unquantized model is written, too, to a folder in it.
 
     Raises:
-        LoopError: The model cannot be exported in this format.
+        LoopError: The model cannot be exported in this format, or cannot be quantized.
     """
     model.eval()
     if has_adapter(model):
         model.float()  # weights of 16 bits would be rounded again when the adapter is merged
     call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
     calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
-    write_samples(folder, model, calls)
-    path = folder / f"{PROGRAM}{FORMATS[name].suffix}"
+    facts: dict[str, Any] = {
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "samples": call.samples(),
+    }
+    if quantize:
+        without_fake_quantizers(model, quantize)
+        (folder / UNQUANTIZED).mkdir()
+        before, _ = _write(name, model, calls, folder / UNQUANTIZED)
+        facts |= quantize_linear(model, quantize, plain=name != WEIGHTS)
+    after, more = _write(name, model, calls, folder)
+    if quantize:
+        facts["relative_to_unquantized"] = largest_relative(before, after)
+    (folder / FACTS).write_text(json.dumps({**facts, **more}), encoding="utf-8")
+
+
+def _write(
+    name: str, model: torch.nn.Module, calls: Sequence[ModelCall], folder: Path
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Write the program and the samples. Return the outputs and what the writer knows."""
+    outputs = write_samples(folder, model, calls)
     try:
-        more = WRITERS[name](model, call, path)
+        return outputs, WRITERS[name](model, calls[0], folder / f"{PROGRAM}{FORMATS[name].suffix}")
     except LoopError:
         raise
     except Exception as error:  # torch raises many kinds
@@ -49,13 +79,6 @@ def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Pa
             f"{type(error).__name__}: {_reason(error)}",
             "change the model as the reason says, or export its weights: --format safetensors",
         ) from error
-    facts = {
-        "class": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "samples": call.samples(),
-        **more,
-    }
-    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def _reason(error: Exception) -> str:
@@ -73,9 +96,10 @@ def _exported(model: torch.nn.Module, call: ModelCall) -> torch.export.ExportedP
 
     named = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
     with torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             model, call.args, call.kwargs, dynamic_shapes=tree_map(free, dict(named)), strict=False
         )
+    return without_torchao(program) if is_quantized(model) else program
 
 
 def _sizes(program: torch.export.ExportedProgram) -> dict[str, list[int | str]]:
@@ -144,7 +168,17 @@ def write_peft(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str,
     return write_adapter(model, path)
 
 
+def write_weights(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+    """Write weights, and beside them the program that the fresh process fills with them."""
+    tensors, metadata = quantized_state(model)
+    save_file(tensors, path, metadata)
+    forget_quantized(model)
+    torch.export.save(_exported(model, call), path.with_name("program.pt2"))
+    return {}
+
+
 WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path], dict[str, Any]]] = {
+    WEIGHTS: write_weights,
     "torch": write_torch,
     "aoti": write_aoti,
     "onnx": write_onnx,

@@ -18,7 +18,7 @@ from unisono.cli.compare.program_export import ProgramExportRun
 from unisono.cli.compare.rerun import earlier
 from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
-from unisono.export.formats import WEIGHTS, require_format, suffix_of
+from unisono.export.formats import WEIGHTS, require_format, require_quantization, suffix_of
 
 
 def export(
@@ -28,6 +28,7 @@ def export(
     *,
     kind: Annotated[str, Parameter(name="--format", metavar="NAME")] = WEIGHTS,
     model: Annotated[str | None, Parameter(metavar="NAME")] = None,
+    quantize: Annotated[str | None, Parameter(metavar="KIND")] = None,
     sign: Annotated[Path | None, Parameter(metavar="KEY")] = None,
     trust: Annotated[tuple[Path, ...], Parameter(metavar="KEY", negative=(), consume_multiple=False)] = (),
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
@@ -54,6 +55,9 @@ def export(
     model
         Write only this model. By default the weights of all tracked models are written, with the model's name as a
         prefix.
+    quantize
+        Quantize the linear layers. int8 or int4: their weights. int8-dynamic: weights and activations. For the formats
+        torch, aoti and safetensors; int8-dynamic not for safetensors.
     sign
         Sign the file with this private key, in OUT.signature.json.
     trust
@@ -69,11 +73,15 @@ def export(
     def line(folder: Path, out: Path, *flags: str) -> str:
         words = ["unisono", "export", str(folder), str(out), *(["--model", model] if model is not None else [])]
         words += ["--format", kind] if kind != WEIGHTS else []
+        words += ["--quantize", quantize] if quantize is not None else []
         return shlex.join([*words, *flags])
 
+    if quantize is not None:
+        require_quantization(quantize, kind, shlex.join(["unisono", "export", str(folder), str(out)]))
     _check_paths(folder, out, kind, line, force=force)
-    if kind != WEIGHTS:
-        return _export_program(folder, out, kind, model or "", script, line, sign=sign, trust=trust, as_json=json)
+    if kind != WEIGHTS or quantize is not None:
+        request = (folder, out, kind, model or "", quantize or "")
+        return _export_program(*request, script, line, sign=sign, trust=trust, as_json=json)
     return _export_weights(folder, out, model, sign, trust, as_json=json)
 
 
@@ -127,6 +135,7 @@ def _export_program(
     out: Path,
     kind: str,
     model: str,
+    quantize: str,
     script: Path | None,
     line: Callable[..., str],
     *,
@@ -147,6 +156,7 @@ def _export_program(
             shown=folder,
             format=kind,
             model=model,
+            quantize=quantize,
             out=out,
             trust=trusted_keys(trust),
             folder=Path(scratch),

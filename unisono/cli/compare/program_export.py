@@ -17,7 +17,7 @@ from unisono.checkpoint.signature import TrustedKey, check_checkpoint
 from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun
 from unisono.errors import CheckpointError, SettingsError
-from unisono.export.formats import FORMATS
+from unisono.export.formats import FORMATS, WEIGHTS, bound_of
 from unisono.export.model_card import model_card
 
 PLAIN_PROGRAM = ("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false")
@@ -40,6 +40,7 @@ class ProgramExportRun(Verification):
         format: The name of the format.
         model: The name of the model; "" for the only one.
         out: The file or folder to write.
+        quantize: The name of the quantization; "" for none.
         trust: Public keys, of which one must have signed the checkpoint; (): a signature is not needed.
     """
 
@@ -48,6 +49,7 @@ class ProgramExportRun(Verification):
     format: str
     model: str
     out: Path
+    quantize: str = ""
     trust: Sequence[TrustedKey] = ()
 
     def run(self) -> int:
@@ -61,19 +63,21 @@ class ProgramExportRun(Verification):
         samples = self._write(checkpoint)
         if samples is None:
             return self._leave(1)
-        program = samples / f"program{FORMATS[self.format].suffix}"
         known = json.loads((samples / "facts.json").read_text(encoding="utf-8"))
-        compared = self._load_again(program, samples)
+        program, compared = self._compared(samples)
+        if self.quantize:
+            _, before = self._compared(samples / "unquantized")
+            names = ("bytes", "milliseconds", "megabytes")
+            compared |= {f"unquantized_{name}": before[name] for name in names if name in before}
         report = {
             "run": str(self.shown),
             "step": step,
             "format": self.format,
             **known,
-            "bytes": sum(path.stat().st_size for path in (program, *program.rglob("*")) if path.is_file()),
             "weights_sha256": self._fingerprint(checkpoint),
             **compared,
         }
-        bound = known.get("bound", FORMATS[self.format].bound)
+        bound = known.get("bound", bound_of(self.format, self.quantize))
         if not report["relative"] <= bound:
             raise CheckpointError(
                 f"The exported {known['class']} computes other values than the model.",
@@ -88,7 +92,12 @@ class ProgramExportRun(Verification):
         """Let the script of the run write the program and samples, and return their folder; None if it failed."""
         folder = self.folder / "export"
         folder.mkdir()
-        request = {"format": self.format, "model": self.model, "folder": str(folder)}
+        request = {
+            "format": self.format,
+            "model": self.model,
+            "folder": str(folder),
+            "quantize": self.quantize,
+        }
         outcome = self.again.run(
             self.folder / "run",
             ranks=1,
@@ -104,6 +113,15 @@ class ProgramExportRun(Verification):
             print(reason_of(outcome)[0], file=sys.stderr)
             return None
         return folder
+
+    def _compared(self, folder: Path) -> tuple[Path, dict[str, Any]]:
+        """Return the program in a folder, and its size and what a fresh process says about it."""
+        program = folder / f"program{FORMATS[self.format].suffix}"
+        found = self._load_again(program, folder)
+        if self.format == WEIGHTS:  # a file of weights has no calls
+            found = {name: found[name] for name in ("difference", "relative")}
+        size = sum(path.stat().st_size for path in (program, *program.rglob("*")) if path.is_file())
+        return program, {"bytes": size, **found}
 
     def _load_again(self, program: Path, samples: Path) -> dict[str, Any]:
         """Load the program in a fresh process without this library, and return how its outputs differ."""
@@ -156,10 +174,16 @@ class ProgramExportRun(Verification):
         )
         for name, size in report.get("inputs", {}).items():
             self._say(f"input {name}: {', '.join(map(str, size))}")
-        self._say(
-            f"loaded in a fresh process: outputs differ by {report['relative']:.1e} (relative), "
-            f"{report['milliseconds']:.2f} ms for {report['samples']} samples on one thread"
-        )
+        time = "milliseconds" in report
+        shown = f", {report['milliseconds']:.2f} ms for {report['samples']} samples on one thread" if time else ""
+        self._say(f"loaded in a fresh process: outputs differ by {report['relative']:.1e} (relative){shown}")
+        if self.quantize:
+            shown = f", {report['unquantized_milliseconds']:.2f} ms" if time else ""
+            self._say(
+                f"{self.quantize}: {report['quantized_layers']} linear layers; outputs differ from those of the "
+                f"unquantized model by {report['relative_to_unquantized']:.1e} (relative), "
+                f"which has {report['unquantized_bytes'] / 1e6:.1f} MB{shown}"
+            )
         self._say(f"weights_sha256 {report['weights_sha256']}")
 
     def _facts(self, status: int) -> dict[str, Any]:
