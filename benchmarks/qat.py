@@ -1,8 +1,9 @@
-"""Train the text recipe's model for int4 weights, and compare it with a model that is quantized after training.
+"""Train a small model of the text recipe for int4 weights, and compare it with one that is quantized after training.
 
-Both train for the same number of steps, from the same initial weights, on the same batches. One of them rounds its
-weights in every forward pass (quantization-aware training, arXiv 1712.05877). Then torchao quantizes the linear layers
-of both, and the quantized weights are evaluated on held-out files.
+A model trains in float. Then two copies of it continue on the same batches, with the same learning rates. One of them
+rounds its weights in every forward pass (quantization-aware training, arXiv 1712.05877). At the end torchao quantizes
+the linear layers of both, and the quantized weights are evaluated on held-out files. With --from-scratch there is no
+common start: both train from the same initial weights.
 """
 
 from __future__ import annotations
@@ -16,36 +17,42 @@ from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 from torchao.quantization.qat import QATConfig
 
 from benchmarks.machine import parser
-from unisono.config import Settings
+from unisono import SavedWeights
+from unisono.config import CheckpointSettings, Settings
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
 from unisono.recipes.datasets.python_source import ByteWindows, load_python_source
 from unisono.recipes.text import GPT, Model, bits_per_byte, loss_sum
-from unisono.testing import build_run, run_ranks
+from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 
-VALIDATE_BYTES = 2**16
-LEARNING_RATE = 7e-3
+HOUR = 3600.0
+SHAPE = Model(width=64, depth=2, context=64)
+"""A smaller model than the recipe's, with 0.1 million parameters."""
 
-INT4: Any = vars(torch)["int4"]
+VALIDATE_BYTES = 2**15
+LEARNING_RATE, CONTINUED_RATE = 7e-3, 2e-3
+
+CONFIG = IntxWeightOnlyConfig(weight_dtype=vars(torch)["int4"], granularity=PerGroup(32))
 
 
-def train(run: Run[Any], *, aware: bool) -> tuple[float, float]:
+def train(run: Run[Any], start: str, *, aware: bool) -> tuple[float, float]:
     """Train, and return the bits per byte of the model before and after its conversion to int4."""
-    corpus, shape = load_python_source(), Model()
-    train_set = ByteWindows(corpus.train, shape.context)
-    valid_set = ByteWindows(corpus.valid[:VALIDATE_BYTES], shape.context)
-    config = IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(32))
+    corpus = load_python_source()
+    train_set = ByteWindows(corpus.train, SHAPE.context)
+    valid_set = ByteWindows(corpus.valid[:VALIDATE_BYTES], SHAPE.context)
 
     def build() -> GPT:
-        model = GPT(shape)
+        model = GPT(SHAPE)
+        if start:
+            SavedWeights(start).load(model)
         if aware:
-            quantize_(model, QATConfig(config, step="prepare"))
+            quantize_(model, QATConfig(CONFIG, step="prepare"))
         return model
 
-    model = run.place(build)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=run.total_steps)
+    model, rate = run.place(build), CONTINUED_RATE if start else LEARNING_RATE
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=run.total_steps)
     run.track(model=model, optimizer=optimizer, schedule=schedule)
     for step in run.steps(train_set):
         step.run(model, loss_sum)
@@ -53,30 +60,44 @@ def train(run: Run[Any], *, aware: bool) -> tuple[float, float]:
     before = run.evaluate(model, valid_set, bits_per_byte)["bits_per_byte"]
     if aware:
         quantize_(model, QATConfig(step="convert"))
-    quantize_(model, config)
+    quantize_(model, CONFIG)
     return before, run.evaluate(model, valid_set, bits_per_byte)["bits_per_byte"]
 
 
-def on_rank(world: World, folder: str, settings: Settings, aware: bool) -> tuple[float, float]:
-    path = Path(folder)
+def on_rank(world: World, folder: str, settings: Settings, start: str, aware: bool) -> tuple[float, float]:
     with join(world) as group:
-        return train(build_run(settings, world, group, path), aware=aware)
+        run = build_run(settings, world, group, Path(folder))
+        try:
+            return train(run, start, aware=aware)
+        finally:
+            close_run(run)
 
 
 def main() -> None:
     words = parser(__doc__)
-    words.add_argument("--steps", type=int, default=200)
+    words.add_argument("--steps", type=int, default=200, help="steps of the common start")
+    words.add_argument("--more", type=int, default=100, help="steps after it")
     words.add_argument("--seeds", type=int, default=3)
     words.add_argument("--processes", type=int, default=2)
+    words.add_argument("--from-scratch", action="store_true", help="train both STEPS + MORE steps from the start")
     given = words.parse_args()
-    print("| seed | int4 after training: before, after | int4-aware training: before, after |\n|---|---|---|")
+    steps, more = (2, 2) if given.quick else (given.steps, given.more)
+    print("| seed | float | int4 after training | int4-aware | int4-aware, converted |\n|---|---|---|---|---|")
     for seed in range(given.seeds):
-        settings, cells = Settings(steps=given.steps, batch=64, seed=seed), []
-        for aware in (False, True):
-            with tempfile.TemporaryDirectory() as folder:
-                before, after = run_ranks(on_rank, given.processes, folder, settings, aware)[0]
-            cells.append(f"{before:.4f}, {after:.4f}")
-        print(f"| {seed} | {cells[0]} | {cells[1]} |", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            start = "" if given.from_scratch else f"{folder}/start"
+            settings = Settings(steps=steps, batch=32, seed=seed, checkpoint=CheckpointSettings(every=steps))
+            if start:
+                run_ranks(on_rank, given.processes, start, settings, "", False, seconds=HOUR)
+            settings = Settings(steps=more if start else steps + more, batch=32, seed=seed + 100)
+            cells = [
+                value
+                for aware in (False, True)
+                for value in run_ranks(
+                    on_rank, given.processes, f"{folder}/{aware}", settings, start, aware, seconds=HOUR
+                )[0]
+            ]
+        print(f"| {seed} | {' | '.join(f'{value:.4f}' for value in cells)} |", flush=True)
 
 
 if __name__ == "__main__":
