@@ -126,7 +126,7 @@ BOUNDS = {"int8": (0.001, 0.02), "int8-dynamic": (0.001, 0.05), "int4": (0.02, 0
 def test_a_program_needs_no_torchao(command: Command, kind: str) -> None:
     trained(command)
     report = exported(command, "model.pt2", kind, "--format", "torch")
-    assert report["relative"] < 1e-6
+    assert report["relative"] < (1e-2 if kind == "int8-dynamic" else 1e-6)
     least, most = BOUNDS[kind]
     assert least < report["relative_to_unquantized"] < most
     assert report["quantized_layers"] + len(report["float_layers"]) == 3
