@@ -126,7 +126,7 @@ print(float((net(x) - load_file('rows.safetensors')['output']).abs().max()))
     assert float(done.stdout) < 1e-5
 
 
-@pytest.mark.parametrize("end", ["SIGKILL of a process", "Ctrl-C"])
+@pytest.mark.parametrize("end", ["SIGKILL of a process", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
 def test_a_stopped_prediction_continues_on_another_number_of_processes(command: Command, end: str) -> None:
     trained(command)
     numbers(command)
