@@ -67,7 +67,7 @@ def load_peft(path: str) -> Call:
 
 
 def load_weights(path: str) -> Call:
-    """Fill the program that lies beside the weights. It has zeros where the model has quantized weights."""
+    """Fill the program beside the weights. It has zeros where the model has quantized weights."""
     with safe_open(path, "pt") as file:
         aliases = file.metadata()
     tensors = load_file(path)
