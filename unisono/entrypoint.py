@@ -55,6 +55,7 @@ from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
 from unisono.plan.rng_keys import SCRIPT, mix
+from unisono.prediction.batch_inference import ScriptPredict
 from unisono.report.closing_lines import WIDTH, closing_lines
 from unisono.report.findings.evidence import Finding
 from unisono.report.findings.find_all import find_all
@@ -72,9 +73,6 @@ from unisono.train.run import Run
 from unisono.train.state.run_result import result as result_of
 
 S = TypeVar("S", bound=Settings)
-
-ScriptPredict = Callable[[Any, torch.nn.Module, Path], Any]
-"""The script's function for `unisono predict`: (settings, model, path) -> unisono.Prediction."""
 
 
 def main(

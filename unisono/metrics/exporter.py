@@ -19,12 +19,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
+from unisono.handshake.https_threads import IDLE_SECONDS, HttpsThreads
 from unisono.metrics.prometheus_page import build_registry
 from unisono.metrics.run_numbers import RunNumbers, TimelineFolder
 from unisono.trackers.growing_file import input_ended
@@ -32,17 +31,12 @@ from unisono.trackers.growing_file import input_ended
 POLL_SECONDS = 1.0
 """Time between two looks at the timelines."""
 
-IDLE_SECONDS = 10.0
-"""A connection that sends or reads nothing for longer is closed, so that it does not hold a thread."""
-
 PATIENCE = 3.0
 """Seconds to wait for the port: the exporter of a main process that has died is about to end."""
 
 
-class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A server with a thread for each connection, in which a handshake of TLS waits, too.
-
-    prometheus_client's own server waits for handshakes in its only accepting thread, which a silent client stops.
+class MetricsServer(HttpsThreads, WSGIServer):
+    """The server of the page. prometheus_client's own one waits for handshakes in its only accepting thread.
 
     Args:
         address: The address of an interface of this machine.
@@ -53,26 +47,11 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         OSError: The port is in use, or the address is not of this host.
     """
 
-    daemon_threads = True
-    request_queue_size = 128  # connections that may wait for the server
-
     def __init__(self, address: str, port: int, tls: ssl.SSLContext | None = None) -> None:
-        self._tls = tls
+        self.tls = tls
         kind = socket.SOCK_STREAM
         self.address_family, *_, place = socket.getaddrinfo(address, port, type=kind, flags=socket.AI_PASSIVE)[0]
         super().__init__((str(place[0]), int(place[1])), _Handler)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection, after its handshake."""
-        if self._tls is None:
-            super().finish_request(request, client_address)
-            return
-        request.settimeout(IDLE_SECONDS)
-        with self._tls.wrap_socket(request, server_side=True) as secured:
-            super().finish_request(secured, client_address)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore connections that a client has closed, and handshakes that failed."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -17,9 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
+from unisono.data.loader import Collate
 from unisono.errors import DataError
+from unisono.train.evaluation.model_call import Forward
 
-Forward = Callable[[torch.nn.Module, Any], Any]
+ScriptPredict = Callable[[Any, torch.nn.Module, Path], Any]
+"""The script's function: (settings, model, path) -> Prediction."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Prediction:
 
     data: Any
     forward: Forward | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Collate | None = None
     describe: Callable[[Any], Any] | None = None
 
 

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from unisono.errors import DataError
 
-SUFFIXES = (".jsonl", ".safetensors")
 REQUEST = "request.json"
 
 
@@ -32,7 +31,7 @@ class PartFiles:
 
     Attributes:
         folder: The folder of the parts.
-        suffix: The format, one of SUFFIXES.
+        suffix: The format, one of unisono.prediction.SUFFIXES.
     """
 
     folder: Path

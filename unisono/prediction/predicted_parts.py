@@ -9,7 +9,6 @@ writes each part when it is complete, and parts that exist are not computed agai
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch.utils.data import Subset
 
 from unisono.errors import DataError, LoopError, RunStopped
-from unisono.prediction.batch_inference import Prediction, predict_tensors
+from unisono.prediction.batch_inference import Prediction, ScriptPredict, predict_tensors
 from unisono.prediction.part_files import PartFiles
 from unisono.train.context import Inspection, LoopParts, RunContext
 from unisono.train.evaluation.collective_pass import collective_pass
@@ -32,9 +31,6 @@ PART_SAMPLES = 1024
 
 COMPLETE = "complete.json"
 """The file in the folder of the parts that says how many there are."""
-
-ScriptPredict = Callable[[Any, torch.nn.Module, Path], Any]
-"""The script's function: (settings, model, path) -> Prediction."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from unisono.cli.compare.rerun import earlier
 from unisono.cli.prediction.batch_prediction import BatchPrediction
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
-
-SUFFIXES = (".jsonl", ".safetensors")
-"""Those of prediction/part_files.py, which loads torch."""
+from unisono.prediction import SUFFIXES
 
 
 def predict(

@@ -22,16 +22,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import parse_qs, urlencode, urlsplit
 
+from unisono.handshake.https_threads import IDLE_SECONDS, HttpsThreads
 from unisono.report.live.live_data import LiveData
 from unisono.report.report_page import page_around
-
-IDLE_SECONDS = 10.0
-"""A connection that sends or reads nothing for longer is closed, so that it does not hold a thread."""
 
 PART_BYTES = 1 << 16
 """Bytes that a browser must read within this time, so that a slow one gets its answer."""
@@ -105,7 +103,7 @@ class Refusals:
         self._note("refusal", address, reason)
 
 
-class LiveServer(ThreadingHTTPServer):
+class LiveServer(HttpsThreads):
     """The server of a run directory, or of a folder of them.
 
     Args:
@@ -120,8 +118,6 @@ class LiveServer(ThreadingHTTPServer):
         OSError: The address or the port cannot be used.
     """
 
-    daemon_threads = True
-    request_queue_size = 128  # connections that may wait for the server
     allow_reuse_address = True
 
     def __init__(
@@ -134,7 +130,7 @@ class LiveServer(ThreadingHTTPServer):
         note: Note = not_noted,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._tls = tls
+        self.tls = tls
         self.stop, self.note, self.refused = stop, note, Refusals(note)
         self.tokens = Tokens(may_stop=stop is not cannot_stop)
         self.data = LiveData(path, f"?{urlencode({'token': self.tokens.look})}")
@@ -156,7 +152,7 @@ class LiveServer(ThreadingHTTPServer):
     def _url(self, token: str) -> str:
         host = str(self.server_address[0])
         shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-        scheme = "http" if self._tls is None else "https"
+        scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{self.server_port}/?{urlencode({'token': token})}"
 
     def server_bind(self) -> None:
@@ -165,18 +161,6 @@ class LiveServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection, in a thread of its own; the handshake of TLS waits there, too."""
-        if self._tls is None:
-            super().finish_request(request, client_address)
-            return
-        request.settimeout(IDLE_SECONDS)
-        with self._tls.wrap_socket(request, server_side=True) as secured:
-            super().finish_request(secured, client_address)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore connections that a browser has closed."""
 
     def names_this_machine(self, host: str) -> bool:
         """Return whether the header Host is an IP address or a name of this machine, with any port (of a tunnel)."""
