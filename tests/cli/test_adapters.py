@@ -47,6 +47,12 @@ def build(kind, saves):
         return get_peft_model(base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     if kind == "net":
         return get_peft_model(torch.nn.Sequential(torch.nn.Embedding(32, 32)), LoraConfig(target_modules=["0"]))
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+        from torchao.utils import unwrap_tensor_subclass
+
+        quantize_(base.model.layers, Int8WeightOnlyConfig())
+        return unwrap_tensor_subclass(get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear"))
     if kind == "named":
         model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
@@ -120,10 +126,15 @@ def weights_of(command: Command, run: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_others_continue_when_a_process_dies(command: Command) -> None:
-    trained(command)
+@pytest.mark.parametrize("kind", ["lora", "int8", "int8 in shards"])
+def test_the_others_continue_when_a_process_dies(command: Command, kind: str) -> None:
+    if kind != "lora":
+        pytest.importorskip("torchao", reason="needs pip install torchao")
+    model = ("--set", f"kind={kind.split()[0]}")
+    trained(command, *model)
     alone = weights_of(command, "out")
-    ended = command.run("run", "script.py", "--ranks", "3", "--run-dir", "dies", "--set", "dies=true", times=3)
+    layout = ("--ranks", "4", "--set", "parallel.shard=2") if "shards" in kind else ("--ranks", "3")
+    ended = command.run("run", "script.py", "--run-dir", "dies", "--set", "dies=true", *model, *layout, times=3)
     assert ended.status == 0, ended.err
     assert "Process 1 died of SIGKILL" in ended.err
     assert weights_of(command, "dies") == alone

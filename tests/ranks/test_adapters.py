@@ -184,8 +184,26 @@ def test_a_quantized_base(tmp_path: Path, reference: dict[str, Any]) -> None:
     run_ranks(train_it, 2, str(tmp_path / "2"), replace(CONFIG, steps=2))
     for found in run_ranks(train_it, 3, str(tmp_path / "2"), CONFIG, True):
         assert same(found, {**one, "norms": one["norms"][2:]})
-    for found in run_ranks(train_it, 2, str(tmp_path / "shards"), SHARDED):
-        assert "its parameters have several dtypes" in found
+    for found in run_ranks(train_it, 5, str(tmp_path / "5"), CONFIG):
+        assert same(found, one)
     (found,) = run_ranks(partial(trained_on, quantized="wrapped"), 1, str(tmp_path / "wrapped"), CONFIG)
     assert "with parameters that consist of several tensors" in found
     assert "unwrap_tensor_subclass" in found
+
+
+@pytest.mark.slow
+def test_a_quantized_base_in_shards(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="needs pip install torchao")
+    train_it = partial(trained_on, quantized="unwrapped")
+    (one,) = run_ranks(train_it, 1, str(tmp_path / "1"), CONFIG)
+    for size, config in ((2, SHARDED), (4, SHARDED), (2, BY_STEP)):
+        folder = str(tmp_path / f"{size} {config.parallel.reshard}")
+        for found in run_ranks(train_it, size, folder, config):
+            assert same(found, one)
+    run_ranks(train_it, 2, str(tmp_path / "half"), replace(SHARDED, steps=2))
+    for found in run_ranks(train_it, 3, str(tmp_path / "half"), CONFIG, True):
+        assert same(found, {**one, "norms": one["norms"][2:]})
+    casting = replace(CONFIG, precision="bf16", parallel=ParallelSettings(shard=2, param_dtype="bf16"))
+    for found in run_ranks(train_it, 2, str(tmp_path / "cast"), casting):
+        assert "its parameters have several dtypes" in found
+        assert "FSDP2 casts the parameters of a layer as one tensor" in found

@@ -220,13 +220,24 @@ def scaled(run: Run[Any]) -> Any:
     return train(run, build=Scaled)
 
 
-def with_two_dtypes(run: Run[Any]) -> Any:
-    def build() -> nn.Module:
-        model = linear()
-        model.register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64)))
-        return model
+def two_dtypes(*, trains: bool) -> nn.Module:
+    model = linear()
+    model.register_parameter("wide", nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=trains))
+    return model
 
-    return train(run, build=build)
+
+def with_two_dtypes(run: Run[Any]) -> Any:
+    return train(run, build=partial(two_dtypes, trains=True))
+
+
+def with_two_dtypes_later(run: Run[Any]) -> Any:
+    """Train a parameter that was frozen when the model was sharded."""
+
+    def body(step: Any, model: nn.Module, x: torch.Tensor, i: torch.Tensor) -> None:
+        model.get_parameter("wide").requires_grad_(step.number > 0)
+        step.backward(loss_of(model, x), weight=len(i))
+
+    return train(run, body, build=partial(two_dtypes, trains=False))
 
 
 def sparse(run: Run[Any]) -> Any:
@@ -366,6 +377,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         with_two_dtypes,
         {},
         "one dtype: wide is float64 and weight is float32.*layer_classes=",
+    ),
+    "a layer of two kinds, later": (
+        with_two_dtypes_later,
+        {},
+        "reduces the gradients.*one dtype: wide is float64 and weight is float32.*layer_classes=",
     ),
     "a gradient hook": (hooked, {}, "weight has a gradient hook.*change p.grad after the rounds"),
     "a gradient hook, later": (hooked_later, {}, "has a gradient hook.*change p.grad after the rounds"),

@@ -12,7 +12,7 @@ layer, the model's own. The setting `parallel.reshard` chooses between two ways:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -79,6 +79,7 @@ class ShardedLayer:
 
     def on_gathered(self, *_: Any) -> None:
         """Prepare whole parameters: they require gradients where their shards do, and note when they get one."""
+        self._check_dtypes()
         for i, (name, shard) in enumerate(zip(self.names, self.params, strict=True)):
             *path, own = name.split(".")
             p = parameter_slots(self.module.get_submodule(".".join(path)))[own]
@@ -107,6 +108,7 @@ class ShardedLayer:
 
     def unshard(self) -> list[nn.Parameter]:
         """Gather it until `reshard`, and return its whole parameters, the same objects every time."""
+        self._check_dtypes()
         self._fsdp.unshard()
         self.on_gathered()
         return self.current_params()
@@ -152,6 +154,11 @@ class ShardedLayer:
     def set_reduce_scatter(self, comm: Any) -> None:
         """Pass gradients to `comm` from now on, as the sums that they are."""
         self._fsdp.set_custom_reduce_scatter(comm)
+
+    def _check_dtypes(self) -> None:
+        """Refuse gradients of several dtypes, which a frozen parameter that is trained from now on may add."""
+        params = dict(zip(self.names, self.params, strict=True))
+        _refuse_mixed(type(self.module).__mro__[2], params, self.place[1], cast=False)
 
     @property
     def _fsdp(self) -> FSDPModule:
@@ -226,7 +233,8 @@ def _shard_layers(
     for module in modules:
         names = own_parameters(module, [other for other in modules if other is not module])
         if names:
-            _refuse_mixed(module, names, mesh.size())
+            named = {name: module.get_parameter(name) for name in names}
+            _refuse_mixed(type(module), named, mesh.size(), cast=parallel.param_dtype != "fp32")
             shapes = [to_local(module.get_parameter(name).detach()).shape for name in names]
             fully_shard(module, **options)
             memory.release_pages()
@@ -263,14 +271,20 @@ def _refuse_unshardable(model: nn.Module, size: int, *, by_layer: bool) -> None:
         )
 
 
-def _refuse_mixed(module: nn.Module, names: Sequence[str], size: int) -> None:
-    """Refuse a layer with several dtypes: FSDP2 gathers a layer as one piece of memory."""
-    first = {module.get_parameter(name).dtype: name for name in reversed(names)}
+def _refuse_mixed(kind: type[nn.Module], params: Mapping[str, torch.Tensor], size: int, *, cast: bool) -> None:
+    """Refuse a layer that trains parameters of several dtypes: FSDP2 reduces its gradients as one piece of memory.
+
+    Frozen parameters may have other dtypes, those of a quantized base for instance, because FSDP2 gathers such a layer
+    as bytes. With `cast` it would convert all of them to one dtype.
+    """
+    first = {p.dtype: name for name, p in reversed([*params.items()]) if cast or p.requires_grad}
     if len(first) > 1:
         dtypes = " and ".join(f"{name} is {dtype_name(dtype)}" for dtype, name in first.items())
+        what = "its parameters have" if cast else "it trains parameters of"
+        how = "casts the parameters" if cast else "reduces the gradients"
         raise LoopError(
-            f"Cannot shard a {type(module).__name__} over {size} processes: its parameters have several dtypes.",
-            f"A layer is gathered as one tensor, which has one dtype: {dtypes}.",
+            f"Cannot shard a {kind.__name__} over {size} processes: {what} several dtypes.",
+            f"FSDP2 {how} of a layer as one tensor, which has one dtype: {dtypes}.",
             "put the parameters of one dtype into a module of their own and name its class "
             "(--set parallel.layer_classes=CLASS), or give all of them one dtype.",
         )
