@@ -108,6 +108,7 @@ def main(
         sys.exit(error.exit_status)
     try:
         with console.broken_pipe_safe():
+            require_class(settings)
             _main(train, settings, world, predict)
         if "torch.distributed.fsdp" in sys.modules:
             gc.collect()  # shards refer to their group in cycles, and a group that outlives the interpreter may abort
@@ -123,6 +124,19 @@ def main(
         if world.is_main:
             print(f"{error}", file=sys.stderr)
         sys.exit(error.exit_status)
+
+
+def require_class(settings: object) -> None:
+    """Raise SettingsError if `settings` is not a subclass of unisono.Settings."""
+    if not (isinstance(settings, type) and issubclass(settings, Settings)):
+        found = (
+            f"class {settings.__name__}" if isinstance(settings, type) else f"an object of {type(settings).__name__}"
+        )
+        raise SettingsError(
+            "unisono.main needs a class of settings.",
+            f"The second argument must be a subclass of unisono.Settings; it is {found}.",
+            "unisono.main(main, Settings), with the defaults in the class: batch: int = 64.",
+        )
 
 
 def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: ScriptPredict | None) -> None:

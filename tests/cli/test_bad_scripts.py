@@ -136,6 +136,22 @@ def test_problems_of_train_checks_any_callable(train: object, shown: str) -> Non
     assert problems_of_train(Path("script.py"), train) == ([no_run_parameter(shown)] if shown else [])
 
 
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [("unisono.Settings(steps=2)", "an object of Settings"), ("dict", "class dict"), ("3", "an object of int")],
+)
+def test_plain_python_refuses_settings_that_are_no_class_of_settings(
+    command: Command, settings: str, found: str
+) -> None:
+    command.script(
+        SCRIPT.format(**GOOD).replace("unisono.main(main, unisono.Settings)", f"unisono.main(main, {settings})")
+    )
+    ended = command.end(command.start_python("script.py"))
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("unisono.main needs a class of settings.\n")
+    assert f"must be a subclass of unisono.Settings; it is {found}.\n" in ended.err
+
+
 def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -> None:
     command.script("""
         def same(function):
