@@ -90,9 +90,9 @@ def test_a_backend_that_rounds_is_refused_before_the_first_step(command: Command
     ("name", "first", "facts"),
     [
         ("ucc", "backend = ucc is not in this torch.", "and the script has registered counted."),
-        ("mpi", "backend = mpi is not in this torch.", "This torch ("),
+        pytest.param("mpi", "backend = mpi is not in this torch.", "This torch (", marks=pytest.mark.slow),
         ("contued", "backend = contued is unknown.", 'register_backend("contued", create, devices=["cpu"])'),
-        ("fake", "backend = fake is unknown.", "This torch ("),
+        pytest.param("fake", "backend = fake is unknown.", "This torch (", marks=pytest.mark.slow),
     ],
 )
 def test_a_backend_that_torch_has_not_is_one_message(command: Command, name: str, first: str, facts: str) -> None:

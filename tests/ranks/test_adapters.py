@@ -114,7 +114,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_any_number_of_processes(tmp_path: Path, reference: dict[str, Any], size: int) -> None:
     for found in run_ranks(trained_on, size, str(tmp_path), CONFIG):
         assert same(found, reference)

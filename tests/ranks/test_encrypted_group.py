@@ -184,8 +184,15 @@ def status_in_child(world: World, body: Callable[[ProcessGroup], Any], apart: bo
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["hosts", "one host"])
-@pytest.mark.parametrize("dies", [0, 7])
+@pytest.mark.parametrize(
+    ("dies", "apart"),
+    [
+        pytest.param(0, True, id="the first of hosts"),
+        pytest.param(7, False, id="the last of one host"),
+        pytest.param(7, True, id="the last of hosts", marks=pytest.mark.slow),
+        pytest.param(0, False, id="the first of one host", marks=pytest.mark.slow),
+    ],
+)
 def test_a_peer_that_dies_unconnected_fails_what_waits_for_it(dies: int, apart: bool) -> None:
     statuses = run_ranks(partial(status_in_child, body=partial(unconnected, dies=dies), apart=apart), 8)
     assert statuses[dies] == -signal.SIGKILL
