@@ -54,6 +54,7 @@ from unisono.launcher import failure_record, rank_logging
 from unisono.monitor import console
 from unisono.monitor.status_thread import StatusThread
 from unisono.parallel.compiler_determinism import name_recompile_limit
+from unisono.parallel.speed.attention_backend import name_missing_backend
 from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.prediction.batch_inference import ScriptPredict
 from unisono.report.closing_lines import WIDTH, closing_lines
@@ -227,6 +228,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest) ->
             explain_dtensor_errors(run.settings.parallel),
             name_recompile_limit(),
             name_unrepeatable_operator(),
+            name_missing_backend(run.settings.speed.attention),
         ):
             train(run)
         lifecycle.finish(context)
@@ -298,6 +300,7 @@ INSPECTIONS = {
     "replay": "unisono.train.diagnostics.replay_step:replay_run",
     "audit": "unisono.train.diagnostics.audited_run:audit_run",
     "export": "unisono.export.captured_call:export_run",
+    "timing": "unisono.train.diagnostics.timed_steps:time_run",
     "flops": "unisono.train.recording.flop_count:count_flops",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""

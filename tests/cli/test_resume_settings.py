@@ -34,3 +34,30 @@ def test_accept_change_takes_known_fields_and_only_real_changes_end_the_promise(
     assert (after["steps"], after["promise"]) == (7, "exact")
     ended = command.run("run", *again)
     assert "To continue: unisono run script.py --run-dir out --resume --set steps=14" in ended.out
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_kernels_is_refused(command: Command) -> None:
+    """A setting of `speed`, and a switch of torch in the script."""
+    command.script(SCRIPT)
+    command.train("out", "--set=steps=4", "--set=speed.optimizer=fused")
+    again = ["run", "script.py", "--run-dir", "out", "--resume", "--set", "steps=8"]
+    refused = command.run(*again, "--set", "speed.optimizer=script")
+    assert refused.status == 2
+    assert (
+        "Cannot resume with speed.optimizer = script.\n  The run was begun with speed.optimizer = fused" in refused.err
+    )
+    flash = "torch.backends.cuda.enable_flash_sdp(False)"
+    command.script(SCRIPT.replace("def main(run):\n", f"def main(run):\n    {flash}\n"))
+    refused = command.run(*again)
+    assert refused.status == 2
+    assert "Cannot resume with other kernels or formats of numbers." in refused.err
+    assert "now there are float32 products highest, no flash attention" in refused.err
+
+    command.script(SCRIPT)
+    accepted = ["--set", "speed.optimizer=script", "--accept-change", "speed.optimizer"]
+    ended = command.run(*again, *accepted, "--set", "speed.attention=math", "--accept-change", "speed.attention")
+    assert ended.status == 0, ended.err
+    after = result(command, "out")
+    assert (after["steps"], after["promise"]) == (8, "exact until step 4")
+    assert "speed.optimizer from fused to script" in after["reason"]

@@ -398,7 +398,7 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
     message = (
-        "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `check`, `prove`, `audit` and `doctor` pass arguments to a "
-        "script."
+        "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `check`, `prove`, `audit` and `doctor` "
+        "pass arguments to a script."
     )
     assert message in capsys.readouterr().err

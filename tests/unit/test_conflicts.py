@@ -24,6 +24,7 @@ def examples(condition: Condition) -> list[Any]:
     """Return values with which the condition holds."""
     values: list[Any] = [None, True, False, -1, 0, 1, 2, 3, 0.5, "fp16", *EXCHANGES]
     values += ["selective", "full", "bf16", "int8", "topk", "average", "nesterov", "ZBVZeroBubble", "layer", "none"]
+    values += ["compiled", "tensorwise", "script"]
     values += ["plain", "tls", "nccl", "0.0.0.0", ["a"]]
     default = DEFAULTS[condition.name]
     return [v for v in values if (isinstance(v, type(default)) or default is None or v is None) and condition.holds(v)]

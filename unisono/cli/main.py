@@ -40,6 +40,7 @@ from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
+from unisono.cli.speedup.speedup_command import speedup
 from unisono.config import Settings, entries_of
 from unisono.environment import remember_secrets
 from unisono.errors import SettingsError, UnisonoError
@@ -56,6 +57,7 @@ Examples:
   unisono copy text train.py            copy a recipe, to change it
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
+  unisono speedup train.py              try faster kernels
   unisono replay runs/mine --step 43    repeat a step of a run on one process
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
@@ -111,6 +113,11 @@ PROVE = """\
   unisono prove train.py                 every placement that fits 4 processes
   unisono prove text --parallel shard=2 --parallel replicate=2,shard=2
   unisono prove text --parallel shard=4 --steps 10 --set model.depth=2
+"""
+SPEEDUP = """\
+  unisono speedup train.py               all options, on one process
+  unisono speedup text --ranks 2 --only fused-optimizer --only bf16
+  unisono speedup train.py --steps 30 --rounds 5 --json
 """
 AUDIT = """\
   unisono audit train.py                 a script from its beginning
@@ -184,6 +191,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (ray, TRAIN, RAY),
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
+    (speedup, TRAIN, SPEEDUP),
     (check, VERIFY, CHECK),
     (prove, VERIFY, PROVE),
     (audit, VERIFY, AUDIT),
@@ -267,12 +275,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `check`, `prove`, `audit` and `doctor` pass arguments "
-            "to a script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `check`, `prove`, `audit` and `doctor` pass "
+            "arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

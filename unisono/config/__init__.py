@@ -37,6 +37,7 @@ from unisono.config.schema import (
     SecureSettings,
     ServerSettings,
     Settings,
+    SpeedSettings,
     WatchdogSettings,
 )
 from unisono.config.toml_file import provenance_lines, read
@@ -58,6 +59,7 @@ __all__ = [
     "PromiseSettings",
     "SecureSettings",
     "ServerSettings",
+    "SpeedSettings",
     "Settings",
     "WatchdogSettings",
     "LoadedSettings",

@@ -127,6 +127,9 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 """Pipeline schedules that place two stages on each process, the first and the last one on the same process."""
 
 SEVERAL_DEVICES = "It uses several devices of one process; {} divides the model over several processes."
+WHOLE_COMPILED = is_("speed.compile_model", True, instead="false")
+COMPILED_STEP = is_("speed.optimizer", "compiled", instead="fused")
+FLOAT8 = is_not("speed.float8", "none")
 NO_COPY = "torch.nn.DataParallel copies the model as it is defined, in each forward pass."
 
 
@@ -211,6 +214,40 @@ def _transport_rows() -> Iterator[Conflict]:
     )
 
 
+def _speed_rows() -> Iterator[Conflict]:
+    """Yield what does not go together with other kernels for the same computation."""
+    checkpointed = is_not("parallel.activation_checkpoint", "none")
+    for axis in DIVIDING_AXES:
+        layers = ("parallel.compile=true speed.compile_model=false", f"parallel.{axis}=1")
+        why = "Messages between processes are sent within the forward pass of the model, and not within a layer's."
+        yield Conflict(WHOLE_COMPILED, divided(axis), why, changes=layers)
+    for axis in ("shard", "tensor", "pipeline"):
+        why = "A compiled step may round an element differently at another place, and each process has a part."
+        yield Conflict(COMPILED_STEP, divided(axis), why)
+    for axis in ("tensor", "context"):
+        why = "A scale is computed from a whole matrix, of which each process has a part."
+        yield Conflict(FLOAT8, divided(axis), why)
+    yield Conflict(FLOAT8, PIPELINE, "Stages were not tested in float8.")
+    inner = is_("parallel.compile", True, instead="false")
+    yield Conflict(WHOLE_COMPILED, inner, "A layer is compiled as a part of the model.")
+    for other, why in (
+        (checkpointed, "A layer that is recomputed restores random generators, which compiled code does not."),
+        (PARAM_DTYPE, "Compiled code leaves out the roundings of casts around layers."),
+        (GRAPHS, "The two were not tested together."),
+        (MODEL_DEVICES, "Copies from device to device are made within the forward pass of the model."),
+        (DATA_DEVICES, NO_COPY),
+    ):
+        yield Conflict(WHOLE_COMPILED, other, why)
+    for other, why in (
+        (PARAM_DTYPE, "The inputs of a layer would be cast to bfloat16 before they are scaled."),
+        (DATA_DEVICES, NO_COPY),
+    ):
+        yield Conflict(FLOAT8, other, why)
+    for exchange in ("server", "local_sgd"):
+        why = "Its optimizers step on some of the processes, where other kernels were not tested."
+        yield Conflict(is_not("speed.optimizer", "script"), is_("exchange", exchange, instead="tree"), why)
+
+
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         is_("steps", None, instead="100"),
@@ -227,6 +264,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     *_exchange_rows(),
     *_compression_rows(),
     *_transport_rows(),
+    *_speed_rows(),
     *(
         Conflict(COMPRESSED, divided(axis), "Gradients of whole models are compressed; here each process holds a part.")
         for axis in DIVIDING_AXES

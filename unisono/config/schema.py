@@ -151,6 +151,23 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeedSettings:
+    """Kernels for the same computation. Other kernels round differently, so each of them has bits of its own."""
+
+    compile_model: bool = result_setting(False, "compile the forward pass of each placed model as a whole")
+    optimizer: Literal["script", "foreach", "fused", "compiled"] = result_setting(
+        "script", "how optimizers of torch compute their step; script: as the script created them"
+    )
+    channels_last: bool = result_setting(False, "store the weights of convolutions in the format channels_last")
+    attention: Literal["any", "math", "flash", "memory_efficient", "cudnn"] = result_setting(
+        "any", "back end of scaled_dot_product_attention; any: torch chooses"
+    )
+    float8: Literal["none", "tensorwise", "rowwise", "emulated"] = result_setting(
+        "none", "compute linear layers in float8 with torchao; emulated: round like tensorwise, on any device"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DdpSettings:
     """Arguments of torch's DistributedDataParallel, under exchange=ddp."""
 
@@ -338,6 +355,7 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    speed: SpeedSettings = field(default_factory=SpeedSettings)
     ddp: DdpSettings = field(default_factory=DdpSettings)
     compress: CompressSettings = field(default_factory=CompressSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
@@ -363,6 +381,7 @@ SECTIONS = (
     CheckpointSettings,
     LoaderSettings,
     ParallelSettings,
+    SpeedSettings,
     DdpSettings,
     CompressSettings,
     ServerSettings,

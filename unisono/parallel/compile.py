@@ -1,9 +1,9 @@
-"""torch.compile, one layer at a time (https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
+"""torch.compile, for layers or whole models (https://docs.pytorch.org/docs/stable/generated/torch.compile.html).
 
-Only a layer's forward is compiled. So hooks around it, such as FSDP2's, stay as they are, and layers of one class share
-their code. Each shape is compiled by itself, and no kernel is chosen by measuring: what a kernel computes must not
-depend on what a process has compiled before, or on how busy its machine was. The bits differ from those of eager torch,
-but are the same on any number of processes.
+Only a forward pass is compiled. With `parallel.compile` it is that of each layer. So hooks around it, such as FSDP2's,
+stay as they are, and layers of one class share their code. Each shape is compiled by itself, and no kernel is chosen by
+measuring: what a kernel computes must not depend on what a process has compiled before, or on how busy its machine was.
+The bits differ from those of eager torch, but are the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,27 @@ from unisono.parallel.layers import ForwardWrapper, outermost
 def apply_compile(model: nn.Module, classes: list[str]) -> None:
     """Compile the layers of a model; each is compiled when it first meets a shape."""
     for layer in outermost(model, classes):
-        layer.forward = CompiledForward(layer)
+        layer.forward = CompiledForward(layer, "parallel.compile")
+
+
+def compile_model(model: nn.Module) -> None:
+    """Compile the forward pass of a model as a whole; it is compiled when it first meets a shape."""
+    model.forward = CompiledForward(model, "speed.compile_model")
 
 
 class CompiledForward(ForwardWrapper):
-    """Compile a layer's forward."""
+    """Compile the forward of a layer or a model.
+
+    Args:
+        module: The layer, or the model.
+        setting: The setting that asked for it, for messages.
+    """
 
     compiled: Any = None
+
+    def __init__(self, module: nn.Module, setting: str) -> None:
+        super().__init__(module)
+        self.setting = setting
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
         copied = super().__deepcopy__(memo)
@@ -50,5 +64,5 @@ class CompiledForward(ForwardWrapper):
             raise LoopError(
                 f"{type(self.module).__name__} met too many shapes to be compiled.",
                 f"There are {VARIANTS} variants of it already, one for each shape of its inputs.",
-                "pad batches to a few lengths, or --set parallel.compile=false.",
+                f"pad batches to a few lengths, or --set {self.setting}=false.",
             ) from error

@@ -13,14 +13,17 @@ torch's configuration is changed when a run is built, or when torch first import
 from __future__ import annotations
 
 import importlib.machinery
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unisono import phases
+from unisono import environment, phases
 from unisono.errors import LoopError
 from unisono.torch_compat.modules import disable_jit_profiling
 
@@ -89,6 +92,16 @@ def name_recompile_limit() -> Iterator[None]:
             f"There are {VARIANTS} variants of it already, one for each shape of its inputs.",
             "pad batches to a few lengths; or torch.compile(dynamic=True), for which no bits are promised.",
         ) from error
+
+
+def cpp_compiler() -> str:
+    """Return the compiler that torch.compile uses for the CPU, with its version: "g++ 12.2.0"."""
+    known = (*environment.variables(("CXX",)).values(), "g++", "clang++")
+    name = next(filter(shutil.which, known), None)
+    if name is None:
+        return "no C++ compiler"
+    ended = subprocess.run([name, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False)
+    return f"{Path(name).name} {ended.stdout.strip()}"
 
 
 # -- call a function when a module is imported

@@ -153,11 +153,13 @@ def _indices(settings: Settings) -> IndexDataset:
 
 def _check_identity(context: RunContext, data: Any, length: int, custom: CustomExchange | None) -> None:
     """Record the facts on which the bits of the run depend, and compare them with those of the resumed run."""
-    identity, state, progress = context.identity, context.state, context.progress
+    identity, state, progress, settings = context.identity, context.state, context.progress, context.settings
     identity["length"] = data.shape if isinstance(data, Stream) else length
     identity["ties"] = context.models.ties or "none"
     identity["own exchange"] = context.exchange_states.own = custom.name if custom is not None else "none"
-    by_rank = context.group.all_gather_object(describe_kernels(context.device))
+    by_rank = context.group.all_gather_object(
+        describe_kernels(context.device, settings.speed.attention, compiles=compiles_code(settings))
+    )
     identity["kernels"] = kernels = "; ".join(sorted(set(by_rank)))
     if len(set(by_rank)) > 1 and not context.group.mixed:
         rank = next(rank for rank, other in enumerate(by_rank) if other != by_rank[0])
@@ -166,6 +168,12 @@ def _check_identity(context: RunContext, data: Any, length: int, custom: CustomE
     progress.changes += check_kernels(state.resumed, kernels, context.accepted)
     progress.changes += check_ties(state.resumed, identity["ties"])
     progress.changes += check_exchange(state.resumed, identity["own exchange"], context.accepted)
+
+
+def compiles_code(settings: Settings) -> bool:
+    """Return whether settings compile a layer, a model or an optimizer with torch.compile."""
+    speed = settings.speed
+    return settings.parallel.compile or speed.compile_model or speed.optimizer == "compiled"
 
 
 def shell_path(path: Path, folder: str) -> str:

@@ -20,6 +20,7 @@ from unisono.exchange.wrappers.custom import Build
 from unisono.parallel.compiler_determinism import fix_compilers
 from unisono.parallel.parallelize import build_model
 from unisono.parallel.precision import apply_precision, autocast
+from unisono.parallel.speed.model_kernels import ModelKernels
 from unisono.plan.rng_keys import INIT, mix
 from unisono.tensors.mapped_memory import MappedMemory
 from unisono.train.build import build_loop, total_steps
@@ -28,7 +29,7 @@ from unisono.train.evaluation.collective_pass import collective_pass
 from unisono.train.evaluation.evaluate import Measure, evaluate
 from unisono.train.evaluation.model_call import Forward
 from unisono.train.evaluation.predict import predict
-from unisono.train.guarantees.deterministic_kernels import fix_kernels
+from unisono.train.guarantees.deterministic_kernels import AttentionChoice, fix_kernels
 from unisono.train.guarantees.user_errors import check_shapes
 from unisono.train.loop import SyncLoop
 from unisono.train.modules.buffer_sync import refuse_sync
@@ -66,7 +67,8 @@ class Run(MediaVerbs, Generic[S]):
         self._total_steps = context.settings.steps
         self._has_steps = False
         self._media = MediaRecorder(context)
-        context.extensions = [self._media]
+        self._kernels = ModelKernels(self.settings.speed, context.device)
+        context.extensions = [self._media, AttentionChoice(self.settings.speed.attention)]
 
     @property
     def rank(self) -> int:
@@ -138,7 +140,7 @@ class Run(MediaVerbs, Generic[S]):
         check_shapes(model)
         if settings.virtual_ranks > 1:
             refuse_sync(model)
-        placed: Module = model  # type: ignore[assignment]
+        placed: Module = self._kernels.before_layout(model)  # type: ignore[assignment]
         step_sync.require_same_call("run.place")
         timed = None if example is None else TimingExample(example, settings.precision)
         together = partial(step_sync.require_same_call, "a forward pass")
@@ -147,6 +149,7 @@ class Run(MediaVerbs, Generic[S]):
         if models.pipeline is not None:
             context.state.stages = models.pipeline.names
             self.print(models.pipeline.summary)
+        self._kernels.after_layout(placed)
         apply_precision(placed, settings.precision, self.device)
         self._loop.place(placed)
         return placed
@@ -215,6 +218,7 @@ class Run(MediaVerbs, Generic[S]):
                 "A run is one sequence of steps, numbered through.",
                 "give the number of epochs (--set epochs=3) instead of calling it once an epoch.",
             )
+        self._kernels.check_used()
         steps = build_loop(
             self.context,
             self._loop,

@@ -20,7 +20,10 @@ from unisono.errors import CheckpointError, SettingsError
 from unisono.export.formats import FORMATS, WEIGHTS, bound_of
 from unisono.export.model_card import model_card
 
-PLAIN_PROGRAM = ("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false")
+PLAIN_PROGRAM = (
+    *("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false", "speed.compile_model=false"),
+    *("speed.optimizer=script", "speed.channels_last=false", "speed.attention=any", "speed.float8=none"),
+)
 """Settings that change how a model computes, and not its weights. Results depend on them."""
 
 LOAD_AGAIN = Path(unisono.export.__file__).with_name("load_again.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.config import CommandLine, flatten
+from unisono.config import CommandLine, SpeedSettings, flatten
 from unisono.config.conflicts import problems_on_mixed_devices
 from unisono.errors import Problem
 
@@ -21,9 +21,14 @@ def problems_where_mixed(settings: Any, line: CommandLine) -> list[Problem]:
 
 def problems_here(settings: Any, processes: int, line: CommandLine) -> list[Problem]:
     """Return what this machine lacks for valid settings and this number of processes."""
-    parallel = settings.parallel
-    if parallel.model_parallel_devices == parallel.data_parallel_devices == 1 and not parallel.compile:
-        return []
-    from unisono.parallel.one_process.devices import device_problems  # here, because it takes a second
+    parallel, problems = settings.parallel, []
+    # imports in blocks, because they take a second
+    if settings.speed != SpeedSettings():
+        from unisono.parallel.speed.speed_problems import speed_problems
 
-    return device_problems(parallel, processes, line)
+        problems += speed_problems(settings.speed, line)
+    if parallel.model_parallel_devices > 1 or parallel.data_parallel_devices > 1 or parallel.compile:
+        from unisono.parallel.one_process.devices import device_problems
+
+        problems += device_problems(parallel, processes, line)
+    return problems

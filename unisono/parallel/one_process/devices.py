@@ -37,15 +37,21 @@ def device_problems(parallel: ParallelSettings, processes: int, line: CommandLin
     count = torch.accelerator.device_count() if kind is not None else 0
     name = kind.type if kind is not None else "cpu"
     problems: list[Problem] = []
-    if parallel.compile and kind is None and shutil.which("g++") is None and shutil.which("clang++") is None:
-        fact = "torch.compile writes C++ for the CPU, and neither g++ nor clang++ is installed."
-        do = f"apt install g++, or: {line.setting('parallel.compile=false')}"
-        problems.append(Problem("parallel.compile = true", fact, do))
+    if parallel.compile and kind is None:
+        problems += compiler_problems("parallel.compile", "true", "false", line)
     for setting in ("model_parallel_devices", "data_parallel_devices"):
         wanted = getattr(parallel, setting)
         if wanted > 1:
             problems += _problems_of(parallel, setting, wanted, (name, count), processes, line)
     return problems
+
+
+def compiler_problems(name: str, value: str, instead: str, line: CommandLine) -> list[Problem]:
+    """Return a problem if a setting compiles for the CPU, and no compiler for C++ is installed."""
+    if shutil.which("g++") is not None or shutil.which("clang++") is not None:
+        return []
+    fact = "torch.compile writes C++ for the CPU, and neither g++ nor clang++ is installed."
+    return [Problem(f"{name} = {value}", fact, f"apt install g++, or: {line.setting(f'{name}={instead}')}")]
 
 
 def _problems_of(

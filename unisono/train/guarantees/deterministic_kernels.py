@@ -22,6 +22,9 @@ import torch
 from unisono import environment
 from unisono.config import PromiseSettings
 from unisono.errors import LoopError
+from unisono.parallel.compiler_determinism import cpp_compiler
+from unisono.parallel.speed.attention_backend import disabled_on_cpu, use_attention
+from unisono.train.extensions import Extension
 
 SIGN = "does not have a deterministic implementation"
 
@@ -70,20 +73,40 @@ def fix_kernels(device: torch.device, promise: PromiseSettings) -> None:
         _collect_warnings()
 
 
-def describe_kernels(device: torch.device) -> str:
-    """Return the formats of numbers and the kinds of kernels that bits depend on, as one text."""
+class AttentionChoice(Extension):
+    """The back end of attention, from now to the end of the run."""
+
+    def __init__(self, backend: str) -> None:
+        self._restore = use_attention(backend)
+
+    def close(self) -> None:
+        self._restore()
+
+
+def describe_kernels(device: torch.device, attention: str = "any", *, compiles: bool = False) -> str:
+    """Return the formats of numbers and the kinds of kernels that bits depend on, as one text.
+
+    Args:
+        device: the device of this process.
+        attention: the setting `speed.attention`. If it chooses a back end, torch's switches are not described: a resume
+            compares the setting.
+        compiles: whether settings compile code. For the CPU it depends on the version of the C++ compiler.
+    """
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     found = [f"float32 products {torch.get_float32_matmul_precision()}"]
-    if device.type != "cpu":
+    if device.type == "cpu":
+        found += [f"no {name} attention" for name in disabled_on_cpu() if attention == "any"]
+        found += [cpp_compiler()] if compiles else []
+    else:
         found.append("deterministic" if torch.are_deterministic_algorithms_enabled() else "not deterministic")
     if device.type == "cuda":
         formats = {
             "TF32 convolutions": cudnn.allow_tf32,
             "sums of 16 bits in bf16 products": _enabled(cuda.matmul.allow_bf16_reduced_precision_reduction),
             "sums of 16 bits in fp16 products": _enabled(cuda.matmul.allow_fp16_reduced_precision_reduction),
-            "flash attention": cuda.flash_sdp_enabled(),
-            "memory-efficient attention": cuda.mem_efficient_sdp_enabled(),
-            "cuDNN attention": cuda.cudnn_sdp_enabled(),
+            "flash attention": attention != "any" or cuda.flash_sdp_enabled(),
+            "memory-efficient attention": attention != "any" or cuda.mem_efficient_sdp_enabled(),
+            "cuDNN attention": attention != "any" or cuda.cudnn_sdp_enabled(),
             "cuDNN": cudnn.enabled,
         }
         found += [name if on else f"no {name}" for name, on in formats.items()]

@@ -24,6 +24,7 @@ from unisono.train.guarantees.user_errors import (
 from unisono.train.modules.buffer_sync import versions, watch_samples
 from unisono.train.modules.models import Models
 from unisono.train.optimization.sharded_step import prepare
+from unisono.train.optimization.step_kernels import choose_kernels
 from unisono.train.step_state import StepState
 
 
@@ -154,6 +155,7 @@ class LoopChecks:
         count = sum([len(group["params"]) for group in optimizer.param_groups])
         if self._held.get(id(optimizer)) == count:
             return
+        choose_kernels(optimizer, self.settings.speed.optimizer)
         check_optimizer(optimizer, self.models.trained, self.order.virtual_ranks)
         prepare(optimizer)
         if id(optimizer) not in self._held:

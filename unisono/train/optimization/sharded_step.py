@@ -31,6 +31,7 @@ import torch
 
 from unisono.distributed.process_group import from_local_like, is_dtensor, to_local
 from unisono.train.guarantees.user_errors import is_elementwise
+from unisono.train.optimization.step_kernels import compiled_step_of
 
 if TYPE_CHECKING:
     from unisono.parallel.fsdp.fsdp import ShardedLayer
@@ -112,7 +113,11 @@ def on_local_shards(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def step_optimizer(optimizer: Any) -> None:
-    """Call `optimizer.step()`, on local shards or parameter by parameter if `prepare` has found that it must."""
+    """Call `optimizer.step()`: compiled, or on local shards, or parameter by parameter, as it was decided for it."""
+    compiled = compiled_step_of(optimizer)
+    if compiled is not None:
+        compiled.step(optimizer)
+        return
     way = _known.get(optimizer) if _known and isinstance(optimizer, torch.optim.Optimizer) else None
     if way is None:
         optimizer.step()
