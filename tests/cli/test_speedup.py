@@ -205,8 +205,8 @@ def test_an_option_that_fails_is_named_and_the_others_continue(
 
 
 def test_a_script_that_fails_as_it_is_ends_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare(tmp_path, Machine({}, failing=["steps=9"]), "fused-optimizer") == 1
-    assert capsys.readouterr().out.startswith("The script fails on 1 process.\n\nLoopError: It does not fit.")
+    assert compare(tmp_path, Machine({}, failing=["steps=9"]), "fused-optimizer", ranks=2) == 1
+    assert capsys.readouterr().out.startswith("The script fails on 2 processes.\n\nLoopError: It does not fit.")
 
 
 @pytest.mark.parametrize("json_", [False, True])

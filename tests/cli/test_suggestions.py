@@ -326,8 +326,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, kubernetes, ray, copy, bench, check, prove, audit, replay, verify, report, "
-            "watch, top, doctor, logs, audit-log, fingerprint, profile, export, predict.",
+            "The commands are run, slurm, kubernetes, ray, copy, bench, speedup, check, prove, audit, replay, verify, "
+            "report, watch, top, doctor, logs, audit-log, fingerprint, profile, export, predict.",
             "unisono --help",
         ),
     ],

@@ -228,6 +228,14 @@ def _speed_rows() -> Iterator[Conflict]:
         why = "A scale is computed from a whole matrix, of which each process has a part."
         yield Conflict(FLOAT8, divided(axis), why)
     yield Conflict(FLOAT8, PIPELINE, "Stages were not tested in float8.")
+    formatted = is_("speed.channels_last", True, instead="false")
+    for axis, why in (
+        ("tensor", "A part of a weight is stored row by row."),
+        ("pipeline", "Stages send activations row by row, and the next stage would round them differently."),
+    ):
+        yield Conflict(formatted, divided(axis), why)
+    ddp = is_("exchange", "ddp", instead="tree")
+    yield Conflict(WHOLE_COMPILED, ddp, "DistributedDataParallel divides compiled code by its own buckets.")
     inner = is_("parallel.compile", True, instead="false")
     yield Conflict(WHOLE_COMPILED, inner, "A layer is compiled as a part of the model.")
     for other, why in (

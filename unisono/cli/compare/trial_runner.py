@@ -15,6 +15,7 @@ from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.request.other_libraries import hint
 from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR
 from unisono.cli.request.run_options import RunRequest
+from unisono.config import plural
 from unisono.config import read as read_settings
 from unisono.launcher.supervisor import RunOutcome
 
@@ -77,9 +78,12 @@ class TrialRunner(Verification):
             self.script, arguments, run_dir, ranks=trial.ranks, threads=self.threads, variables=trial.variables
         )
 
-    def _baseline_fails(self, outcome: RunOutcome) -> str:
-        """Report that the script fails on one process already, and return the error's message."""
+    def _baseline_fails(self, outcome: RunOutcome, ranks: int = 1) -> str:
+        """Report that the script fails without any change already, and return the error's message."""
         message, text = reason_of(outcome)
         advice = hint(self.script, self.line, outcome)
-        self._say(f"The script fails on 1 process.\n\n{text}" + (f"\n\n{advice}" if advice is not None else ""))
+        self._say(
+            f"The script fails on {plural(ranks, 'process', 'processes')}.\n\n{text}"
+            + (f"\n\n{advice}" if advice is not None else "")
+        )
         return message

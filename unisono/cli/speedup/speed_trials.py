@@ -65,7 +65,7 @@ class SpeedTrials(TrialRunner):
         try:
             outcome = self._start_trial("survey", (), "timing:1:survey:{folder}")
             if outcome.exit_status:
-                return self._leave(outcome.exit_status, message=self._baseline_fails(outcome))
+                return self._leave(outcome.exit_status, message=self._baseline_fails(outcome, self.ranks))
             survey = self._survey()
             for option in self._chosen():
                 self.rows.append(SpeedRow(option, why_not=survey.why_not(option) or self._misfit(option)))
@@ -215,7 +215,8 @@ class SpeedTrials(TrialRunner):
             self._say(f"\nThe script fails as it is: {self.base.failure}")
             return self._leave(1, **facts, message=self.base.failure)
         advised = min((row for row in self.rows if self._is_advised(row)), key=_ratio, default=None)
-        steps = plural(self.steps - WARM_UP, "step")
+        made = len(self.base.first.seconds) if self.base.first is not None else 0
+        steps = plural(max(made - WARM_UP, 1), "step")  # the script may have fewer steps than were asked for
         self._say(
             f"\nMedians of {plural(self.rounds, 'round')} of {steps}, on {plural(self.ranks, 'process', 'processes')}."
         )

@@ -71,7 +71,7 @@ class StepKernels:
         for number, group in enumerate(optimizer.param_groups):
             for name in _changing(optimizer):
                 value = group.get(name)
-                if isinstance(value, (float, tuple)):
+                if isinstance(value, (int, float, tuple)):
                     held.append((group, name, value))
                     group[name] = self._tensor(number, name, value)
         try:
