@@ -109,7 +109,11 @@ class Machine:
         for rank in range(ranks):
             (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(content))
         promise = "tolerance" if sets & set(self.lowered) else "exact"
-        result = {"promise": promise, "reason": "", "weights_sha256": "b" if sets & self.factors.keys() else "a"}
+        result = {
+            "promise": promise,
+            "reason": "one reason",
+            "weights_sha256": "b" if sets & self.factors.keys() else "a",
+        }
         (run_dir / "result.json").write_text(json.dumps(result))
         return RunOutcome(exit_status=0)
 
@@ -182,6 +186,8 @@ def test_an_option_that_lowers_the_promise_is_not_advised(tmp_path: Path, capsys
     assert found["next"] == "unisono run script.py"
     assert (found["ranks"], found["rounds"], found["steps"]) == (2, 3, 8)
     assert row["memory"] == 10**8
+    assert compare(tmp_path, machine, "fused-optimizer") == 0
+    assert "fused-optimizer lowers the promise to tolerance: one reason." in capsys.readouterr().out
 
 
 def test_the_time_to_compile_is_paid_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

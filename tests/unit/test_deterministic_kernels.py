@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from unisono import environment
 from unisono.config import PromiseSettings
 from unisono.errors import LoopError
+from unisono.parallel.speed.attention_backend import use_attention
 from unisono.train.guarantees import deterministic_kernels
 from unisono.train.guarantees.deterministic_kernels import (
     CUBLAS,
@@ -104,3 +106,25 @@ def test_description_contains_what_bits_depend_on() -> None:
     words = describe_kernels(CUDA).split(", ")
     assert words[:2] == ["float32 products high", "deterministic"]
     assert any(word.endswith("flash attention") for word in words)
+
+
+def test_kernels_of_the_cpu_are_described_where_a_script_or_a_compiler_chooses_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cpu = torch.device("cpu")
+    before = describe_kernels(cpu)
+    restore = use_attention("math")
+    try:
+        assert describe_kernels(cpu) == f"{before}, no flash attention"
+        assert describe_kernels(cpu, "math") == before  # the setting is compared by itself
+    finally:
+        restore()
+    assert describe_kernels(cpu) == before
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 1.2.3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert describe_kernels(cpu, compiles=True) == f"{before}, c++ 1.2.3"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert describe_kernels(cpu, compiles=True) == f"{before}, no C++ compiler"

@@ -223,6 +223,8 @@ class SpeedTrials(TrialRunner):
         for row in self.rows:
             if row.option.name == TOGETHER:
                 self._say(f"{TOGETHER}: {', '.join(row.option.sets)}.")
+            if row.first is not None and self.base.first is not None and row.first.promise != self.base.first.promise:
+                self._say(f"{row.option.name} lowers the promise to {row.first.promise}: {row.first.reason}.")
             if self._pays(row) and row.option.fewer_digits:
                 self._say(f"{row.option.name} computes with fewer digits: compare the losses of longer runs first.")
         if advised is None:
