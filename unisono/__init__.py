@@ -20,6 +20,7 @@ _EXPORTS = {
     "LoaderSettings": "unisono.config",
     "ParallelSettings": "unisono.config",
     "PromiseSettings": "unisono.config",
+    "SpeedSettings": "unisono.config",
     "Prediction": "unisono.prediction.batch_inference",
     "SavedWeights": "unisono.checkpoint.saved_weights",
     "SequenceDims": "unisono.parallel.context_parallel.sequence_split",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from unisono.config import ParallelSettings as ParallelSettings
     from unisono.config import PromiseSettings as PromiseSettings
     from unisono.config import Settings as Settings
+    from unisono.config import SpeedSettings as SpeedSettings
     from unisono.data.streaming.stream import Stream as Stream
     from unisono.distributed.collectives import Collectives as Collectives
     from unisono.entrypoint import main as main

@@ -36,14 +36,13 @@ def use_attention(backend: str) -> Callable[[], None]:
     Args:
         backend: A key of `SWITCHES`; "any": change nothing.
     """
-    before = {name: enabled() for name, (enabled, _) in SWITCHES.items()}
-    if backend != "any":
-        for name, (_, enable) in SWITCHES.items():
-            enable(name == backend)
+    before = {name: enabled() for name, (enabled, _) in SWITCHES.items()} if backend != "any" else {}
+    for name in before:
+        SWITCHES[name][1](name == backend)
 
     def restore() -> None:
-        for name, (_, enable) in SWITCHES.items():
-            enable(before[name])
+        for name, was_enabled in before.items():
+            SWITCHES[name][1](was_enabled)
 
     return restore
 
