@@ -84,6 +84,7 @@ def draw_layout(draw: Random, run: RandomRun) -> tuple[int, Settings]:
             divergence=DivergenceSettings(every=draw.choice([0, 1, 3])),
             checkpoint=CheckpointSettings(every=draw.choice([0, 1, 3]), async_save=draw.random() < 0.5),
             audit_every=draw.choice([0, 0, 0, 2]),
+            noise_scale_every=draw.choice([0, 0, 0, 2]),
         )
         if not check(config, size, CommandLine()):
             return size, config

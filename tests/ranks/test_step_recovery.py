@@ -66,6 +66,19 @@ def test_the_survivors_finish_the_step(tmp_path: Path, death: tuple[str, int], n
     assert sorted(found) == [0, 2]
 
 
+def test_a_death_does_not_change_the_noise_scale(tmp_path: Path) -> None:
+    config = settings(noise_scale_every=1)
+    with ElasticProcesses(work, 1, config, tmp_path / "alone", {}) as processes:
+        alone = processes.results()[0]
+    with ElasticProcesses(work, 3, config, tmp_path / "dies", {1: ("backward", 10)}) as processes:
+        processes.killed = {1}
+        found = processes.results()
+    assert alone[2]["noise_scale"] > 0
+    for value in found.values():
+        assert value[:2] == alone[:2]
+        assert value[2]["noise_scale"] == alone[2]["noise_scale"]
+
+
 def test_processes_die_until_one_is_left(tmp_path: Path) -> None:
     losses, state = undisturbed(tmp_path)
     deaths = {0: ("backward", 3), 1: ("exchange", 8), 3: ("forward", 14)}

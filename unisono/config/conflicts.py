@@ -111,6 +111,7 @@ COMPRESSED = is_not("compress.kind", "none")
 GRAPHS = is_("parallel.cuda_graphs", True, instead="false")
 MODEL_DEVICES = above("parallel.model_parallel_devices", 1)
 DATA_DEVICES = above("parallel.data_parallel_devices", 1)
+NOISE = above("noise_scale_every", 0)
 NOT_TREE = is_not("exchange", "tree")
 ONE_RANK = is_("virtual_ranks", 1, instead="2")
 PARAM_DTYPE = is_not("parallel.param_dtype", "fp32")
@@ -155,6 +156,8 @@ def _exchange_rows() -> Iterator[Conflict]:
             )
         if not info.work_stealing:
             yield Conflict(STEALING, chosen, "Idle processes take whole virtual ranks, which exchange=tree adds up.")
+        if info.loop:
+            yield Conflict(NOISE, chosen, "Its processes do not compute the gradient of one batch together.")
         if info.not_recomputed:
             yield Conflict(AUDIT, chosen, info.not_recomputed)
         if info.has_section:
@@ -299,6 +302,25 @@ CONFLICTS: tuple[Conflict, ...] = (
     *(
         Conflict(STEALING, divided(axis), "Idle processes take whole virtual ranks, so each needs the whole model.")
         for axis in DIVIDING_AXES
+    ),
+    *(
+        Conflict(NOISE, divided(axis), "The gradient of each micro-batch must be on one process.")
+        for axis in DIVIDING_AXES
+        if axis != "shard"
+    ),
+    Conflict(
+        NOISE,
+        divided("shard"),
+        "With parallel.reshard=layer the gradient of a layer is divided as soon as it is computed.",
+        changes=("noise_scale_every=0", "parallel.reshard=step"),
+        only=is_("parallel.reshard", "layer", instead="step"),
+    ),
+    Conflict(NOISE, GRAPHS, "A replayed graph runs no hook on the gradient of a micro-batch."),
+    Conflict(
+        NOISE,
+        ONE_RANK,
+        "The noise is estimated from the gradients of several micro-batches, and a step has one.",
+        only=is_("micro_batch", None, instead="8"),
     ),
     *(
         Conflict(AUDIT, divided(axis), "A process with the whole model computes a virtual rank again.")

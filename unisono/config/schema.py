@@ -369,6 +369,7 @@ class Settings:
     audit_every: int = setting(
         0, "steps between audits, which compute one virtual rank on two processes; 0: never", Range(0)
     )
+    noise_scale_every: int = setting(0, "steps between measurements of the gradient noise scale; 0: never", Range(0))
     machine: MachineSettings = field(default_factory=MachineSettings)
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     promise: PromiseSettings = field(default_factory=PromiseSettings)

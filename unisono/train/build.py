@@ -35,6 +35,7 @@ from unisono.train.profiling.step_profiler import build_profiler
 from unisono.train.recording.event_recorder import EventRecorder
 from unisono.train.recording.machine_sampling import build_machine_sampling
 from unisono.train.recording.metrics_export import build_metrics
+from unisono.train.recording.noise_scale import build_noise_scale
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
@@ -288,6 +289,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
         promise = context.progress.exchange[0] if context.progress.exchange is not None else ""
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
+    found += build_noise_scale(context, parts)
     found.append(EventRecorder(context, parts))
     found += build_machine_sampling(context)
     found += build_tracking(context)

@@ -24,8 +24,9 @@ from unisono.parallel.precision import LossScale
 from unisono.train.collective import Collective
 from unisono.train.extensions import Extension, Hooks
 from unisono.train.modules.models import Models
+from unisono.train.recording.noise_scale import NoiseScale
 from unisono.train.state.run_progress import Progress
-from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, RANDOM, SCALE, RunState
+from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, NOISE, RANDOM, SCALE, RunState
 from unisono.train.step_sync import StepSync
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class RunContext:
     step_sync        adds up sums and flags, and checks that all ranks make the same call
     collective       runs collectives between two steps
     scale            the loss scale of fp16
+    noise            the gradient noise scale
     generators       the random number generators
     exchange_states  the state that exchanges keep between steps
     monitor          the progress line and the timeline
@@ -137,6 +139,7 @@ class RunContext:
     step_sync: StepSync
     collective: Collective
     scale: LossScale
+    noise: NoiseScale
     generators: RngStates
     exchange_states: ExchangeStates
     monitor: StepMonitor
@@ -201,7 +204,7 @@ def build_context(
     step_sync = StepSync(settings.virtual_ranks, loop.group, speaks=mesh.is_leader, slices=mesh.context)
     models, state = Models(mesh, settings.virtual_ranks), RunState(run_dir, mesh, resumed, _signer(settings, world))
     state.placed = models.modules
-    scale, generators = LossScale(settings.precision), RngStates(loop.group.device)
+    scale, noise, generators = LossScale(settings.precision), NoiseScale(), RngStates(loop.group.device)
     exchange_states = ExchangeStates(f"{settings.exchange} {settings.compress.kind}")
     rank = loop.group.rank if world.number is None else world.number  # a process that joins later is alone at first
     monitor = StepMonitor(run_dir, rank, output, live=world.terminal, columns=world.columns, color=color)
@@ -216,6 +219,7 @@ def build_context(
         step_sync,
         Collective(step_sync),
         scale,
+        noise,
         generators,
         exchange_states,
         monitor,
@@ -227,6 +231,7 @@ def build_context(
     )
     loop.attach(context)  # before anything is loaded
     state.track(**{ATTRIBUTES: models.buffers.attributes, EXCHANGE: exchange_states, SCALE: scale, RANDOM: generators})
+    state.track(**{NOISE: noise})
     return context
 
 

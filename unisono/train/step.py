@@ -387,6 +387,15 @@ class Step:
             state.grad_norm = self._parts.sync.clip(state.gradient.params, None)
         return state.grad_norm
 
+    @property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale in samples, averaged over the measurements so far; the same on every process.
+
+        It is measured every `noise_scale_every` steps, and known after the rounds. None before the first measurement,
+        and if the noise hides the gradient. McCandlish et al. 2018 (https://arxiv.org/abs/1812.06162).
+        """
+        return self._state.noise_scale
+
     def update(self, *steppers: Any, clip: float | None = FROM_SETTINGS) -> None:
         """Check that the gradient is finite, clip it, step optimizers and then schedules, and release the gradient.
 

@@ -36,6 +36,7 @@ class StepState:
     kept      this process's micro-batches, if another pass over them may follow
     sums      (sum, weight) over all processes, by name
     grad_norm 2-norm of the gradient before clipping; None: it was not computed
+    noise_scale  the gradient noise scale in samples; None: it is not known
     skipped   whether an update was left out, because the fp16 scale was too high
     is_verified  whether this process verifies the promise in this step
     added     the number of values that the script has added to sums of its own, on this process
@@ -53,6 +54,7 @@ class StepState:
     kept: list[tuple[MicroBatchId, Any]] | None = None
     sums: Mapping[str, tuple[float, float]] = NO_SUMS
     grad_norm: float | None = None
+    noise_scale: float | None = None
     skipped = False
     is_verified = False
     added = 0

@@ -36,6 +36,9 @@ RANDOM = "random_numbers"
 SCALE = "loss_scale"
 """The entry with the loss scale of fp16."""
 
+NOISE = "gradient_noise"
+"""The entry with the averages of the gradient noise scale."""
+
 EXCHANGE = "exchange_state"
 """The entry with the state that exchanges keep from step to step."""
 
@@ -129,7 +132,7 @@ class RunState:
 
     def _restore(self, name: str, thing: Any, checkpoint: loading.Checkpoint) -> None:
         if name not in checkpoint.states:
-            there = checkpoint.states.keys() - {RANDOM, SCALE, EXCHANGE, ATTRIBUTES, LAYOUT}
+            there = checkpoint.states.keys() - {RANDOM, SCALE, NOISE, EXCHANGE, ATTRIBUTES, LAYOUT}
             raise CheckpointError(
                 f"Cannot resume {name!r}: it is not in {checkpoint.path}.",
                 f"That holds {', '.join(sorted(there)) or 'nothing'}.",
