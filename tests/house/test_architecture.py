@@ -41,7 +41,7 @@ LARGE_CLASSES = {
     "unisono.train.loop.SyncLoop": (3, 22),
     "unisono.train.modules.models.Models": (23, 18),
     "unisono.train.modules.module_attributes.ModuleAttributes": (18, 17),
-    "unisono.train.step.Step": (2, 36),
+    "unisono.train.step.Step": (2, 35),
     "unisono.train.verification.verification.Verification": (15, 21),
 }
 """Classes over a limit: (attributes, methods). A ratchet."""

@@ -16,8 +16,8 @@ from tests.ranks.loops import attempt
 from unisono.config import BalanceSettings, CompressSettings, LoaderSettings, ParallelSettings, Settings
 from unisono.environment import World
 from unisono.testing import run_ranks, run_result
-from unisono.train.recording.noise_scale import DECAY, NoiseScale
 from unisono.train.run import Run
+from unisono.train.state.noise_average import DECAY, NoiseScale
 
 CONFIG = Settings(steps=4, batch=64, virtual_ranks=16, micro_batch=1, noise_scale_every=2)
 

@@ -24,7 +24,7 @@ from unisono.parallel.precision import LossScale
 from unisono.train.collective import Collective
 from unisono.train.extensions import Extension, Hooks
 from unisono.train.modules.models import Models
-from unisono.train.recording.noise_scale import NoiseScale
+from unisono.train.state.noise_average import NoiseScale
 from unisono.train.state.run_progress import Progress
 from unisono.train.state.run_state import ATTRIBUTES, EXCHANGE, NOISE, RANDOM, SCALE, RunState
 from unisono.train.step_sync import StepSync

@@ -312,7 +312,7 @@ class Step:
         state, parts = self._state, self._parts
         gradient, place = state.gradient, state.place
         if not state.ready or gradient is None or place is None:
-            raise self._misplaced_backward()
+            raise misplaced_backward(state)
         if not gradient.seen:
             check_loss(loss, mean)
         if mean:
@@ -411,7 +411,7 @@ class Step:
             LoopError: the rounds are not done, it is called twice, or the gradient is not finite.
         """
         if self._state.stage != "whole":
-            raise self._misplaced_update()
+            raise misplaced_update(self._state)
         phases.enter("update")
         self._update(steppers, clip)
         phases.enter("other")
@@ -515,31 +515,34 @@ class Step:
             f"to see where it comes from: {self._parts.checks.replay_command(number)}",
         )
 
-    def _misplaced_backward(self) -> LoopError:
-        if self._state.stage == "walking":
-            return self._state.error(
-                "got a second backward in one round",
-                "A micro-batch contributes one loss and one weight.",
-                "add the losses up and call step.backward once.",
-            )
-        return self._state.error(
-            "got a backward outside of its rounds",
-            "The exchange happens when the loop over its micro-batches ends.",
-            "call step.backward inside `for batch in step:` (and do not collect the batches first).",
-        )
 
-    def _misplaced_update(self) -> LoopError:
-        state = self._state
-        if state.stage == "broken":
-            return state.left_early()
-        if state.stage == "updated":
-            return state.error(
-                "was updated twice",
-                "The gradient is gone after the first update.",
-                "pass all optimizers and schedules to one step.update(...).",
-            )
+def misplaced_backward(state: StepState) -> LoopError:
+    """Return the error for a call of `backward` that no micro-batch is waiting for."""
+    if state.stage == "walking":
         return state.error(
-            "was updated too early" if state.stage == "walking" else "was updated without its rounds",
-            "The gradient is whole when the loop over its micro-batches has ended.",
-            "call step.update after `for batch in step:`, at the same indentation.",
+            "got a second backward in one round",
+            "A micro-batch contributes one loss and one weight.",
+            "add the losses up and call step.backward once.",
         )
+    return state.error(
+        "got a backward outside of its rounds",
+        "The exchange happens when the loop over its micro-batches ends.",
+        "call step.backward inside `for batch in step:` (and do not collect the batches first).",
+    )
+
+
+def misplaced_update(state: StepState) -> LoopError:
+    """Return the error for a call of `update` without a complete gradient."""
+    if state.stage == "broken":
+        return state.left_early()
+    if state.stage == "updated":
+        return state.error(
+            "was updated twice",
+            "The gradient is gone after the first update.",
+            "pass all optimizers and schedules to one step.update(...).",
+        )
+    return state.error(
+        "was updated too early" if state.stage == "walking" else "was updated without its rounds",
+        "The gradient is whole when the loop over its micro-batches has ended.",
+        "call step.update after `for batch in step:`, at the same indentation.",
+    )

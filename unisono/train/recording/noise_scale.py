@@ -33,40 +33,6 @@ if TYPE_CHECKING:
 SQUARES = "squares of gradients"
 """The sum of |g[i]|² w[i] over micro-batches, among the sums of a step."""
 
-DECAY = 0.95
-"""The weight of earlier measurements in the averages, for each measurement."""
-
-
-class NoiseScale:
-    """The averages, which are saved with the run.
-
-    noise     S, in samples
-    signal    |G|²
-    count     number of measurements
-    """
-
-    def __init__(self) -> None:
-        self.noise = self.signal = 0.0
-        self.count = 0
-
-    @property
-    def value(self) -> float | None:
-        """The noise scale in samples; None before the first measurement, or if noise hides the gradient."""
-        return self.noise / self.signal if self.count and self.signal > 0 else None
-
-    def add(self, noise: float, signal: float) -> None:
-        """Add a measurement."""
-        self.count += 1
-        share = (1 - DECAY) / (1 - DECAY**self.count)  # the weights of all measurements add up to 1
-        self.noise += share * (noise - self.noise)
-        self.signal += share * (signal - self.signal)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"noise": self.noise, "signal": self.signal, "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.noise, self.signal, self.count = float(state["noise"]), float(state["signal"]), int(state["count"])
-
 
 class NoiseMeasurement(Extension):
     """Measure the noise scale every n steps, in the first pass of the step.
