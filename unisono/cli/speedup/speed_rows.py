@@ -104,14 +104,15 @@ class SpeedRow:
         step = median(trial.step for trial in self.trials.values()) if self.trials else None
         ratios = self.ratios.values()
         spread = f"{self.ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if self.ratio is not None else ""
-        seconds, after = self.compile_seconds(base), self.paid_after(base) if pays else None
+        seconds, after = self.compile_seconds(base), self.paid_after(base)
+        paid = "never" if after is None else f"{after} steps" if pays else "unclear"
         compiles = seconds > LEAST_COMPILE_SECONDS and self is not base
         cells = (
             f"{step:.4f} s" if step is not None else "",
             spread,
             size(max(trial.memory for trial in self.trials.values())) if self.trials else "",
             f"{seconds:.0f} s" if compiles else "",
-            f"{after} steps" if compiles and after is not None else "never" if compiles and self.trials else "",
+            paid if compiles and self.trials else "",
         )
         padded = [f"{cell:{form}}" for cell, form in zip(cells, COLUMNS.values(), strict=True)]
         return "  ".join([f"{self.option.name:{width}}", *padded, self.bits(base)]).rstrip()
