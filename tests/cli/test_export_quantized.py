@@ -67,11 +67,14 @@ def build(kind):
     model = Net()
     if kind != "plain":
         from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
-        from torchao.quantization.qat import QATConfig
+        from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-        config = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32 if kind == "aware" else 64))
+        base = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32 if kind == "aware" else 64))
+        config = QATConfig(base, step="prepare")
+        if kind == "aware8":
+            config = QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")
         chosen = (model.hidden, model.head)
-        quantize_(model, QATConfig(config, step="prepare"), filter_fn=lambda layer, _: layer in chosen)
+        quantize_(model, config, filter_fn=lambda layer, _: layer in chosen)
     return model
 
 
@@ -190,10 +193,32 @@ def test_a_killed_run_that_was_trained_for_int4_is_converted(command: Command) -
     assert report["weights_sha256"] == results[1]["weights_sha256"]
 
 
+@needs_torchao
+@pytest.mark.slow
+def test_a_model_that_was_trained_for_int8_is_converted(command: Command) -> None:
+    """The integers are those that the forward pass of the training has used."""
+    trained(command, "--set", "kind=aware8")
+    report = exported(command, "model.safetensors", "int8")
+    assert (report["quantized_layers"], report["float_layers"]) == (3, [])
+    found = load_file(command.folder / "model.safetensors")
+    assert command.run("export", "out", "whole.safetensors").status == 0
+    whole = load_file(command.folder / "whole.safetensors")["hidden.weight"]
+
+    from torchao.quantization.qat import IntxFakeQuantizeConfig
+    from torchao.quantization.qat.fake_quantizer import IntxFakeQuantizer
+
+    rounded = IntxFakeQuantizer(IntxFakeQuantizeConfig(torch.int8, "per_channel"))(whole)
+    values = found["hidden.weight"] * found["hidden.weight_scale"]
+    assert (values - rounded).abs().max() < 1e-3 * found["hidden.weight_scale"].max()
+    assert not torch.equal(rounded, whole)
+
+
 REFUSED = {
     "no linear layer": ("filters", "int8", "It has no torch.nn.Linear"),
     "other groups": ("other", "int4", "was trained for another quantization"),
     "another kind": ("aware", "int8", "was trained for another quantization"),
+    "int8 as int4": ("aware8", "int4", "was trained for another quantization"),
+    "int8 as int8-dynamic": ("aware8", "int8-dynamic", "was trained for another quantization"),
 }
 
 

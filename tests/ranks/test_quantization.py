@@ -51,6 +51,9 @@ def prepared(way: str) -> nn.Sequential:
     if way == "int4":
         base = ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=ao.PerGroup(32))
         ao.quantize_(model, QATConfig(base, step="prepare"))
+    elif way == "int8":
+        weights = IntxFakeQuantizeConfig(torch.int8, "per_channel")
+        ao.quantize_(model, QATConfig(weight_config=weights, step="prepare"))
     elif way == "activations":
         base = ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=ao.PerGroup(32))
         ao.quantize_(model, QATConfig(base, step="prepare"))
@@ -76,7 +79,7 @@ def trained(run: Run[Any], way: str) -> Any:
     return found["weights_sha256"], found["loss"], found["promise"], found["reason"] * (found["promise"] != "exact")
 
 
-WAYS = ("float", "int4", "activations")
+WAYS = ("float", "int4", "int8", "activations")
 
 
 def train_all(
@@ -94,8 +97,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((2, 5), marks=pytest.mark.slow)], ids=str)
 def test_any_number_of_processes(tmp_path: Path, reference: dict[str, Any], sizes: tuple[int, ...]) -> None:
-    assert [reference[way][2] for way in WAYS] == ["exact"] * 3, reference
-    assert len({reference[way][0] for way in WAYS}) == 3, "the weights are not rounded"
+    assert [reference[way][2] for way in WAYS] == ["exact"] * 4, reference
+    assert len({reference[way][0] for way in WAYS}) == 4, "the weights are not rounded"
     for size in sizes:
         assert run_ranks(train_all, size, str(tmp_path / str(size)), CONFIG) == [reference] * size
 
@@ -112,7 +115,7 @@ def test_a_resume_on_another_number_of_processes(
     tmp_path: Path, reference: dict[str, Any], config: Settings, size: int
 ) -> None:
     (early, _) = run_ranks(train_all, 2, str(tmp_path), replace(config, steps=2))
-    assert [early[way][0] != reference[way][0] for way in WAYS] == [True] * 3
+    assert [early[way][0] != reference[way][0] for way in WAYS] == [True] * 4
     assert run_ranks(train_all, size, str(tmp_path), config, True) == [reference] * size
 
 

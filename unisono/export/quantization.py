@@ -38,6 +38,15 @@ def config_of(kind: str) -> Any:
     return ao.IntxWeightOnlyConfig(weight_dtype=INT4, granularity=ao.PerGroup(GROUP))
 
 
+def config_for_training(kind: str) -> Any:
+    """Return the configuration of torchao that prepares a model for training with int8 or int4 weights."""
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    if kind == "int8":  # torchao derives none from its configuration for int8 weights
+        return QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")
+    return QATConfig(config_of(kind), step="prepare")
+
+
 def without_fake_quantizers(model: nn.Module, kind: str) -> None:
     """Replace the layers of quantization-aware training with plain linear layers that have the same weights.
 
@@ -51,8 +60,8 @@ def without_fake_quantizers(model: nn.Module, kind: str) -> None:
     from torchao.quantization.qat import QATConfig
 
     wanted = nn.Sequential(nn.Linear(GROUP, 1))
-    if kind == "int4":  # torchao trains for no other quantization that can be exported
-        quantize_(wanted, QATConfig(config_of(kind), step="prepare"))
+    if kind != DYNAMIC:  # torchao trains for no quantization of activations that can be exported
+        quantize_(wanted, config_for_training(kind))
     for name, fake in fakes.items():
         if not isinstance(fake, nn.Linear) or _fakes_of(fake) != _fakes_of(wanted[0]):
             found = ", ".join(f"{part}: {config}" for part, config in _fakes_of(fake).items())
@@ -60,7 +69,8 @@ def without_fake_quantizers(model: nn.Module, kind: str) -> None:
                 f"Cannot export a model with --quantize {kind} that was trained for another quantization.",
                 f"The layer {name or type(fake).__name__} has {found}.",
                 "--quantize int4, for a model prepared with QATConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, "
-                f'granularity=PerGroup({GROUP})), step="prepare")',
+                f'granularity=PerGroup({GROUP})), step="prepare"), or --quantize int8, for QATConfig('
+                'weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")',
             )
     if "" in fakes:
         raise LoopError(
