@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import unisono
 from unisono import distill
 from unisono.recipes.datasets.python_source import IGNORED, ByteWindows, load_python_source
-from unisono.recipes.text import GPT, Model, bits_per_byte, loss_sum
+from unisono.recipes.text import GPT, Model, bits_per_byte, loss_sum, predict_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Settings(unisono.Settings):
     validate_bytes: int = 2**17  # number of validation bytes to use, of about 600,000
     teacher: Path | None = None  # run directory of the teacher: a run of the text recipe
     keep: tuple[int, ...] = (0,)  # the teacher's blocks that the student begins with
-    temperature: float = 2.0  # of the soft targets
+    temperature: float = 1.0  # of the soft targets
     soft: float = 0.9  # weight of the soft targets in the loss; that of the data is 1 - soft
     compare: bool = True  # train a model of the student's size alone, too
 
@@ -100,13 +100,13 @@ def main(run: unisono.Run[Settings]) -> None:
         return settings.soft * soft + (1 - settings.soft) * hard, weight
 
     for step in run.steps(train_set):
-        step.run(student, distilled_loss, over=[optimizer])
-        step.update(optimizer, schedule, clip=settings.clip)
-        run.log(loss=step.loss)
         if settings.compare:
             step.run(alone, loss_sum, over=[optimizer_alone])
             step.update(optimizer_alone, schedule_alone, clip=settings.clip)
             run.log(loss_alone=step.loss)
+        step.run(student, distilled_loss, over=[optimizer])
+        step.update(optimizer, schedule, clip=settings.clip)
+        run.log(loss=step.loss)
 
     models = {"teacher": teacher, "student": student, **({"alone": alone} if settings.compare else {})}
     sizes = {"teacher": large, "student": small, "alone": small}
@@ -138,5 +138,10 @@ def size(model: Model) -> int:
         return sum(p.numel() for p in GPT(model).parameters())
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the bits per byte of a file, for each window of as many bytes as the teacher was trained on."""
+    return predict_windows(ByteWindows(path.read_bytes(), len(model.get_buffer("cos"))))
+
+
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)

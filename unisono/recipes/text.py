@@ -182,7 +182,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
     """Predict the bits per byte of a file, for each window of model.context bytes."""
-    data = ByteWindows(path.read_bytes(), settings.model.context)
+    return predict_windows(ByteWindows(path.read_bytes(), settings.model.context))
+
+
+def predict_windows(data: ByteWindows) -> unisono.Prediction:
+    """Predict the bits per byte of each window, and return its number of bytes with it."""
 
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         tokens, targets = batch
