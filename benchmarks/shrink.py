@@ -309,7 +309,7 @@ def table(name: str, task: Task, rows: dict[str, list[Row]]) -> str:
     linear = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, nn.Linear))
     share = linear / sum(p.numel() for p in model.parameters())
     measure_name = "Bits per byte" if task.bits else "Accuracy"
-    facts = f"{len(rows['original'])} seeds, {task.steps} steps; linear layers: {share:.0%} of the weights"
+    facts = f"{len(rows['original'])} seeds, {task.steps} steps; linear layers: {share:.1%} of the weights"
     lines = [
         f"**{name}**: {facts}.\n",
         f"| Model | {measure_name} | Loss | Bytes | ms |\n|---|---|---|---|---|",
@@ -328,8 +328,11 @@ def recovered(rows: dict[str, list[Row]], steps: str, column: str) -> str:
     labels = (f"student alone{steps}", f"student distilled{steps}", "original")
     values = [[getattr(row, column) for row in rows[label]] for label in labels]
     alone, student, original = (statistics.fmean(each) for each in values)
-    mean = (student - alone) / (original - alone) if original != alone else math.nan
+    loss = [statistics.fmean(row.loss for row in rows[label]) for label in labels]
     each = ", ".join(f"{s - a:+.4f} of {o - a:+.4f}" for a, s, o in zip(*values, strict=True))
+    if loss[0] <= loss[2] or alone == original:
+        return f"\nDistilled{steps}, {column}: the student alone is no worse than the original (seeds: {each})"
+    mean = (student - alone) / (original - alone)
     return f"\nDistilled{steps}, {column}: {mean:.2f} of the way from alone to the original (seeds: {each})"
 
 
