@@ -301,6 +301,7 @@ INSPECTIONS = {
     "audit": "unisono.train.diagnostics.audited_run:audit_run",
     "export": "unisono.export.captured_call:export_run",
     "timing": "unisono.train.diagnostics.timed_steps:time_run",
+    "quality": "unisono.export.script_evaluation:evaluate_run",
     "flops": "unisono.train.recording.flop_count:count_flops",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""

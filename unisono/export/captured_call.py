@@ -9,19 +9,19 @@ of the training loop. The run itself is not touched.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from unisono.errors import LoopError, RunStopped
+from unisono.export.formats import ExportRequest
 from unisono.export.samples import ModelCall
+from unisono.export.script_evaluation import script_evaluates
 from unisono.export.writers import write_program
 from unisono.parallel.precision import AutocastForward
 from unisono.train.batches.spare_rounds import SpareRounds, gradients_aside
@@ -29,31 +29,6 @@ from unisono.train.context import Inspection, LoopParts, RunContext
 from unisono.train.extensions import Extension
 from unisono.train.gradient_pass import GradientPass
 from unisono.train.step_state import StepState
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    """What to write.
-
-    Attributes:
-        format: The name of the format (formats.py).
-        model: The name under which the run tracks the model; "" if it tracks one.
-        folder: The folder for the program, the samples and the facts.
-        quantize: The name of the quantization (formats.py); "" for none.
-    """
-
-    format: str
-    model: str
-    folder: str
-    quantize: str = ""
-
-    @classmethod
-    def of(cls, text: str) -> ExportRequest:
-        """Parse the text form, a JSON object."""
-        return cls(**json.loads(text))
-
-    def __str__(self) -> str:
-        return json.dumps(asdict(self))
 
 
 @dataclass
@@ -111,8 +86,7 @@ class ProgramExport(Extension):
             )
         if isinstance(model.forward, AutocastForward):
             model.forward = model.forward.forward
-        request = self._request
-        write_program(request.format, model, capture.call, Path(request.folder), request.quantize)
+        write_program(self._request, model, capture.call, script_evaluates())
         raise RunStopped
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -27,6 +29,62 @@ class ProgramFormat(NamedTuple):
     tools: tuple[str, ...] = ()
     bound: float = 1e-5
     extra: str = "export"
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to write.
+
+    Attributes:
+        format: The name of the format.
+        model: The name under which the run tracks the model; "" if it tracks one.
+        folder: The folder for the program, the samples and the facts; "" before it is known.
+        quantize: The name of the quantization; "" for none.
+        shard_size: The largest file of weights of the format hf, such as "5GB".
+        tokenizer: A folder with a tokenizer for the formats hf and gguf; "" if none was named.
+        run_dir: The run directory, which may hold a tokenizer.
+    """
+
+    format: str
+    model: str = ""
+    folder: str = ""
+    quantize: str = ""
+    shard_size: str = "5GB"
+    tokenizer: str = ""
+    run_dir: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> ExportRequest:
+        """Parse the text form, a JSON object."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class QualityRequest:
+    """What to evaluate (script_evaluation.py).
+
+    Attributes:
+        format: The name of the format.
+        model: The name under which the run tracks the model; "" if it tracks one.
+        program: The exported program.
+        out: The file for the result, a JSON object: {"original": ..., "exported": ...}, or {"reason": ...}.
+    """
+
+    format: str
+    model: str
+    program: str
+    out: str
+
+    @classmethod
+    def of(cls, text: str) -> QualityRequest:
+        """Parse the text form, a JSON object."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
 
 
 BASE = "base"

@@ -134,14 +134,22 @@ def median_milliseconds(call: Call, row: Any, tensors: dict[str, torch.Tensor]) 
     return statistics.median(times)
 
 
+LOADERS: dict[str, Callable[[str], Call]] = {
+    "safetensors": load_weights,
+    "torch": load_torch,
+    "aoti": load_aoti,
+    "onnx": load_onnx,
+    "hf": load_hf,
+    "peft": load_peft,
+}
+
+
 def main(kind: str, path: str, folder: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     tensors = load_file(f"{folder}/samples.safetensors")
     with open(f"{folder}/samples.json", encoding="utf-8") as file:
         rows = json.load(file)
-    loaders = {"torch": load_torch, "aoti": load_aoti, "onnx": load_onnx, "hf": load_hf, "peft": load_peft}
-    loaders["safetensors"] = load_weights
-    call = loaders[kind](path)
+    call = LOADERS[kind](path)
     with torch.no_grad():
         difference, relative = compare(call, rows, tensors)
         milliseconds = median_milliseconds(call, rows[0], tensors)

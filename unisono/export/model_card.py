@@ -52,6 +52,7 @@ def model_card(run_dir: Path, report: Mapping[str, Any]) -> str:
         f"{report['relative']:.1e}, relative to their norm, on {report['samples']} samples of the training data. "
         f"The file has {report['bytes'] / 1e6:.2f} MB.{_costs(report)}",
         "",
+        *_quality(report),
         *_quantization(report),
     ]
     return "\n".join(lines)
@@ -64,6 +65,20 @@ def _costs(report: Mapping[str, Any]) -> str:
         f" A call with these samples takes {report['milliseconds']:.2f} ms on one thread, and the process "
         f"{report['megabytes']:.0f} MB of memory."
     )
+
+
+def _quality(report: Mapping[str, Any]) -> list[str]:
+    """Return the evaluation of the script, with the model and with the program."""
+    original, exported = (report.get("quality", {}).get(name, {}) for name in ("original", "exported"))
+    if not original:
+        return []
+    rows = [
+        f"| `{_cell(name)}` | {_cell(value)} | {_cell(exported[name]) if name in exported else ''} |"
+        for name, value in original.items()
+    ]
+    missing = [f"The program was not evaluated: {report['not_evaluated']}", ""] if not exported else []
+    text = "The evaluation of the script, in float32:"
+    return ["## Quality", "", text, "", "| Name | Model | Program |", "|---|---|---|", *rows, "", *missing]
 
 
 def _quantization(report: Mapping[str, Any]) -> list[str]:

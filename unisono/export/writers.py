@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import LoopError
 from unisono.export.adapters import has_adapter, merge_adapter, require_transformer, write_adapter
-from unisono.export.formats import FORMATS, WEIGHTS
+from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest
 from unisono.export.quantization import (
     forget_quantized,
     is_quantized,
@@ -30,19 +30,20 @@ PROGRAM, FACTS, UNQUANTIZED = "program", "facts.json", "unquantized"
 quantized."""
 
 
-def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Path, quantize: str = "") -> None:
+def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCall, evaluates: bool) -> None:
     """Write a model in a format, with samples and facts.
 
     Args:
-        name: The name of the format.
+        request: What to write. The folder must exist. For a quantization, the unquantized model is written, too, to a
+            folder in it.
         model: The model, whole and on one device. A quantization changes it.
         call: Inputs of a call.
-        folder: An existing folder.
-        quantize: The name of the quantization; "" for none. The unquantized model is written, too, to a folder in it.
+        evaluates: Whether the script has an evaluation.
 
     Raises:
         LoopError: The model cannot be exported in this format, or cannot be quantized.
     """
+    folder, quantize = Path(request.folder), request.quantize
     model.eval()
     if has_adapter(model):
         model.float()  # weights of 16 bits would be rounded again when the adapter is merged
@@ -52,22 +53,24 @@ def write_program(name: str, model: torch.nn.Module, call: ModelCall, folder: Pa
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "samples": call.samples(),
+        "evaluates": evaluates,
     }
     if quantize:
         without_fake_quantizers(model, quantize)
         (folder / UNQUANTIZED).mkdir()
-        before, _ = _write(name, model, calls, folder / UNQUANTIZED)
-        facts |= quantize_linear(model, quantize, plain=name != WEIGHTS)
-    after, more = _write(name, model, calls, folder)
+        before, _ = _write(request, model, calls, folder / UNQUANTIZED)
+        facts |= quantize_linear(model, quantize, plain=request.format != WEIGHTS)
+    after, more = _write(request, model, calls, folder)
     if quantize:
         facts["relative_to_unquantized"] = largest_relative(before, after)
     (folder / FACTS).write_text(json.dumps({**facts, **more}), encoding="utf-8")
 
 
 def _write(
-    name: str, model: torch.nn.Module, calls: Sequence[ModelCall], folder: Path
+    request: ExportRequest, model: torch.nn.Module, calls: Sequence[ModelCall], folder: Path
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Write the program and the samples. Return the outputs and what the writer knows."""
+    name = request.format
     outputs = write_samples(folder, model, calls)
     try:
         return outputs, WRITERS[name](model, calls[0], folder / f"{PROGRAM}{FORMATS[name].suffix}")

@@ -22,6 +22,7 @@ from unisono.exchange.exchange_state import ExchangeStates
 from unisono.monitor.step_monitor import StepMonitor
 from unisono.parallel.precision import LossScale
 from unisono.train.collective import Collective
+from unisono.train.evaluation.model_call import Evaluation
 from unisono.train.extensions import Extension, Hooks
 from unisono.train.modules.models import Models
 from unisono.train.state.noise_average import NoiseScale
@@ -95,12 +96,14 @@ class RunLoop(Protocol):
 class Inspection:
     """The observer that a command like `unisono check` adds to a run.
 
-    build    builds the extension that observes the run
-    on_rank  is called with a property's name when the script reads its rank or the number of processes
+    build        builds the extension that observes the run
+    on_rank      is called with a property's name when the script reads its rank or the number of processes
+    on_evaluate  is called with the arguments of `run.evaluate`, before the evaluation
     """
 
     build: Callable[[RunContext, LoopParts], Extension]
     on_rank: Callable[[str], None] | None = None
+    on_evaluate: Callable[[RunContext, Evaluation], None] | None = None
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from unisono.train.build import build_loop, total_steps
 from unisono.train.context import RunContext
 from unisono.train.evaluation.collective_pass import collective_pass
 from unisono.train.evaluation.evaluate import Measure, evaluate
-from unisono.train.evaluation.model_call import Forward
+from unisono.train.evaluation.model_call import Evaluation, Forward
 from unisono.train.evaluation.predict import predict
 from unisono.train.guarantees.deterministic_kernels import AttentionChoice, fix_kernels
 from unisono.train.guarantees.user_errors import check_shapes
@@ -293,6 +293,8 @@ class Run(MediaVerbs, Generic[S]):
         """
         context, verb = self.context, "run.evaluate"
         context.progress.refuse_within_round(verb)
+        if context.inspection is not None and context.inspection.on_evaluate is not None:
+            context.inspection.on_evaluate(context, Evaluation(model, data, measure, forward, collate_fn))
         for attempt in context.collective.attempts(verb, again=not isinstance(data, Iterator)):
             with attempt, collective_pass(context, verb, model, data, forward, collate_fn) as outputs:
                 result = evaluate(outputs, measure, context.models.context)

@@ -18,7 +18,7 @@ from unisono.cli.compare.program_export import ProgramExportRun
 from unisono.cli.compare.rerun import earlier
 from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
-from unisono.export.formats import WEIGHTS, require_format, require_quantization, suffix_of
+from unisono.export.formats import WEIGHTS, ExportRequest, require_format, require_quantization, suffix_of
 
 
 def export(
@@ -29,6 +29,7 @@ def export(
     kind: Annotated[str, Parameter(name="--format", metavar="NAME")] = WEIGHTS,
     model: Annotated[str | None, Parameter(metavar="NAME")] = None,
     quantize: Annotated[str | None, Parameter(metavar="KIND")] = None,
+    no_evaluate: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     sign: Annotated[Path | None, Parameter(metavar="KEY")] = None,
     trust: Annotated[tuple[Path, ...], Parameter(metavar="KEY", negative=(), consume_multiple=False)] = (),
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
@@ -58,6 +59,8 @@ def export(
     quantize
         Quantize the linear layers. int8 or int4: their weights. int8-dynamic: weights and activations. For the formats
         torch, aoti and safetensors; int8-dynamic not for safetensors.
+    no_evaluate
+        Leave out the evaluation of the script, which is otherwise computed with the model and with the program.
     sign
         Sign the file with this private key, in OUT.signature.json.
     trust
@@ -80,8 +83,10 @@ def export(
         require_quantization(quantize, kind, shlex.join(["unisono", "export", str(folder), str(out)]))
     _check_paths(folder, out, kind, line, force=force)
     if kind != WEIGHTS or quantize is not None:
-        request = (folder, out, kind, model or "", quantize or "")
-        return _export_program(*request, script, line, sign=sign, trust=trust, as_json=json)
+        request = ExportRequest(kind, model or "", quantize=quantize or "")
+        return _export_program(
+            folder, out, request, script, line, evaluate=not no_evaluate, sign=sign, trust=trust, as_json=json
+        )
     return _export_weights(folder, out, model, sign, trust, as_json=json)
 
 
@@ -133,17 +138,17 @@ def _export_weights(
 def _export_program(
     folder: Path,
     out: Path,
-    kind: str,
-    model: str,
-    quantize: str,
+    request: ExportRequest,
     script: Path | None,
     line: Callable[..., str],
     *,
+    evaluate: bool,
     sign: Path | None,
     trust: Sequence[Path],
     as_json: bool,
 ) -> int:
     """Export the model of a run directory as a program, and return the exit status."""
+    kind = request.format
     if sign is not None and not suffix_of(kind):
         fact = "A signature covers one file, and this format is a folder."
         raise SettingsError(f"--sign cannot be combined with --format {kind}.", fact, line(folder, out))
@@ -154,10 +159,9 @@ def _export_program(
         status = ProgramExportRun(
             again=again,
             shown=folder,
-            format=kind,
-            model=model,
-            quantize=quantize,
+            request=request,
             out=out,
+            evaluate=evaluate,
             trust=trusted_keys(trust),
             folder=Path(scratch),
             line=typed,

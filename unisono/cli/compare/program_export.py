@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from unisono.checkpoint.signature import TrustedKey, check_checkpoint
 from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun
 from unisono.errors import CheckpointError, SettingsError
-from unisono.export.formats import FORMATS, WEIGHTS, bound_of
+from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of
 from unisono.export.model_card import model_card
+from unisono.launcher.supervisor import RunOutcome
 
 PLAIN_PROGRAM = (
     *("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false", "speed.compile_model=false"),
@@ -40,20 +41,28 @@ class ProgramExportRun(Verification):
     Attributes:
         again: How to run the script again.
         shown: The run directory as it was typed.
-        format: The name of the format.
-        model: The name of the model; "" for the only one.
+        request: What to write.
         out: The file or folder to write.
-        quantize: The name of the quantization; "" for none.
+        evaluate: Whether to evaluate the program with the evaluation of the script.
         trust: Public keys, of which one must have signed the checkpoint; (): a signature is not needed.
     """
 
     again: Rerun
     shown: Path
-    format: str
-    model: str
+    request: ExportRequest
     out: Path
-    quantize: str = ""
+    evaluate: bool = True
     trust: Sequence[TrustedKey] = ()
+
+    @property
+    def format(self) -> str:
+        """The name of the format."""
+        return self.request.format
+
+    @property
+    def quantize(self) -> str:
+        """The name of the quantization; "" for none."""
+        return self.request.quantize
 
     def run(self) -> int:
         """Export the model, and return the exit status."""
@@ -67,6 +76,7 @@ class ProgramExportRun(Verification):
         if samples is None:
             return self._leave(1)
         known = json.loads((samples / "facts.json").read_text(encoding="utf-8"))
+        evaluates = known.pop("evaluates") and self.evaluate
         program, compared = self._compared(samples)
         if self.quantize:
             _, before = self._compared(samples / "unquantized")
@@ -88,6 +98,8 @@ class ProgramExportRun(Verification):
                 f"{bound:.0e}.",
                 "a model that draws random numbers in eval mode cannot be exported; --format safetensors can.",
             )
+        if evaluates:
+            report |= self._quality(checkpoint, program)
         self._publish(program, report)
         return self._leave(0, **report)
 
@@ -95,20 +107,8 @@ class ProgramExportRun(Verification):
         """Let the script of the run write the program and samples, and return their folder; None if it failed."""
         folder = self.folder / "export"
         folder.mkdir()
-        request = {
-            "format": self.format,
-            "model": self.model,
-            "folder": str(folder),
-            "quantize": self.quantize,
-        }
-        outcome = self.again.run(
-            self.folder / "run",
-            ranks=1,
-            checkpoint=checkpoint,
-            sets=(*PLAIN_PROGRAM, "parallel.cuda_graphs=false", "parallel.activation_checkpoint=none"),
-            accept=[each.partition("=")[0] for each in PLAIN_PROGRAM],
-            trace=f"export:{json.dumps(request)}",
-        )
+        request = replace(self.request, folder=str(folder), run_dir=str(self.again.run_dir or self.shown.absolute()))
+        outcome = self._run_script("run", checkpoint, f"export:{request}")
         if not (folder / "facts.json").is_file():
             if outcome.failure is None:
                 fact, do = "The script ends before its first step.", "--format safetensors exports the weights"
@@ -116,6 +116,31 @@ class ProgramExportRun(Verification):
             print(reason_of(outcome)[0], file=sys.stderr)
             return None
         return folder
+
+    def _run_script(self, name: str, checkpoint: Path, trace: str) -> RunOutcome:
+        """Run the script on one process from the checkpoint, with an inspection."""
+        return self.again.run(
+            self.folder / name,
+            ranks=1,
+            checkpoint=checkpoint,
+            sets=(*PLAIN_PROGRAM, "parallel.cuda_graphs=false", "parallel.activation_checkpoint=none"),
+            accept=[each.partition("=")[0] for each in PLAIN_PROGRAM],
+            trace=trace,
+        )
+
+    def _quality(self, checkpoint: Path, program: Path) -> dict[str, Any]:
+        """Let the script evaluate the model and the program. Return what to report."""
+        found = self.folder / "quality.json"
+        request = QualityRequest(self.format, self.request.model, str(program), str(found))
+        outcome = self._run_script("evaluation", checkpoint, f"quality:{request}")
+        if found.is_file():
+            quality = json.loads(found.read_text(encoding="utf-8"))
+        elif outcome.failure is not None:
+            quality = {"reason": reason_of(outcome)[0].strip().splitlines()[0]}
+        else:
+            quality = {"reason": "run.evaluate is not called with this model in the last step, or after the loop"}
+        reason = quality.pop("reason", "")
+        return {"quality": quality, **({"not_evaluated": reason} if reason else {})}
 
     def _compared(self, folder: Path) -> tuple[Path, dict[str, Any]]:
         """Return the program in a folder, and its size and what a fresh process says about it."""
@@ -187,6 +212,11 @@ class ProgramExportRun(Verification):
                 f"unquantized model by {report['relative_to_unquantized']:.1e} (relative), "
                 f"which has {report['unquantized_bytes'] / 1e6:.1f} MB{shown}"
             )
+        for name, value in report.get("quality", {}).get("original", {}).items():
+            found = report["quality"].get("exported", {}).get(name)
+            self._say(f"{name}: {value:.6g}" + (f"; exported: {found:.6g}" if found is not None else ""))
+        if "not_evaluated" in report:
+            self._say(f"the exported program was not evaluated: {report['not_evaluated']}")
         self._say(f"weights_sha256 {report['weights_sha256']}")
 
     def _facts(self, status: int) -> dict[str, Any]:

@@ -15,6 +15,16 @@ from unisono.train.modules.module_attributes import remembered
 Forward = Callable[[torch.nn.Module, Any], Any]
 
 
+class Evaluation(NamedTuple):
+    """The arguments of a call of `run.evaluate` (see Run.evaluate)."""
+
+    model: torch.nn.Module
+    data: Any
+    measure: Callable[..., Any]
+    forward: Forward | None
+    collate: Callable[[list[Any]], Any] | None
+
+
 def call(model: Callable[..., Any], batch: Any) -> Any:
     """Call a model on a batch as the default `forward` does: with its first part, or with a mapping's items by name."""
     if isinstance(batch, Mapping):
