@@ -114,6 +114,12 @@ def require_transformer(model: torch.nn.Module, kind: str) -> None:
             "It is no model of transformers, so from_pretrained has no code for it.",
             "--format torch for a program, --format safetensors for the weights",
         )
+    if not type(model).__module__.startswith("transformers."):
+        raise LoopError(
+            f"Cannot export the {type(model).__name__} as {FORMATS[kind].text}.",
+            f"Its class is defined in {type(model).__module__}, so from_pretrained has no code for it.",
+            "--format torch for a program, --format safetensors for the weights",
+        )
 
 
 def _quantized(model: torch.nn.Module) -> list[torch.nn.Module]:

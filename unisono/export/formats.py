@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from unisono.errors import SettingsError
 
@@ -20,7 +23,7 @@ class ProgramFormat(NamedTuple):
         packages: Modules that must be installed.
         tools: Programs, of which one must be installed.
         bound: The largest norm of a difference of outputs, relative to the norm of the outputs.
-        extra: The optional dependencies of this library that have the packages.
+        install: What pip installs to have the packages.
     """
 
     text: str
@@ -28,7 +31,7 @@ class ProgramFormat(NamedTuple):
     packages: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     bound: float = 1e-5
-    extra: str = "export"
+    install: str = "unisono[export]"
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,30 @@ FORMATS = {
         "a program that AOTInductor has compiled for this processor", ".pt2", tools=("g++", "clang++")
     ),
     "onnx": ProgramFormat("a model of ONNX", ".onnx", ("onnx", "onnxscript", "onnxruntime")),
+    "executorch": ProgramFormat(
+        "a program for the runtime of ExecuTorch", ".pte", ("executorch",), install="executorch>=1.1"
+    ),
     "hf": ProgramFormat(
-        "a folder of Hugging Face's transformers", "", ("transformers",), bound=1e-6, extra="huggingface"
+        "a folder of Hugging Face's transformers", "", ("transformers",), bound=1e-6, install="unisono[huggingface]"
     ),
     "peft": ProgramFormat(
-        "an adapter of Hugging Face's peft", "", ("transformers", "peft"), bound=1e-6, extra="adapters"
+        "an adapter of Hugging Face's peft", "", ("transformers", "peft"), bound=1e-6, install="unisono[adapters]"
+    ),
+    "gguf": ProgramFormat(
+        "a file of llama.cpp",
+        ".gguf",
+        ("transformers", "gguf"),
+        bound=1e-6,
+        install="gguf>=0.17' 'unisono[huggingface]",
     ),
 }
 """Formats by name."""
+
+PROGRAMS = ("torch", "aoti", "onnx", "executorch")
+"""Formats that hold what torch.export has captured."""
+
+WITH_TOKENIZER = ("hf", "gguf")
+"""Formats that may hold a tokenizer."""
 
 KINDS = {
     "int8": "int8 weights, a scale for each output",
@@ -121,11 +140,41 @@ DYNAMIC = "int8-dynamic"
 
 NOT_QUANTIZED = {
     "onnx": "onnxruntime quantizes models of ONNX itself: onnxruntime.quantization.quantize_dynamic.",
+    "executorch": "The back ends of ExecuTorch have quantizers of their own, such as XNNPACKQuantizer.",
     "hf": "from_pretrained needs a configuration of the quantization: AutoModel.from_pretrained(FOLDER, "
     "quantization_config=TorchAoConfig(...)) quantizes the exported folder.",
     "peft": "An adapter is small, and peft loads it with the precision in which it was trained.",
 }
 """Why a format cannot hold a quantized model."""
+
+
+def require_flags(name: str, flags: Mapping[str, Any], line: str) -> None:
+    """Check that the flags for a model of transformers fit the format.
+
+    Args:
+        name: The name of the format.
+        flags: "--shard-size" and "--tokenizer", with their values; None if the flag was not given.
+        line: The typed command without these flags, for the message.
+
+    Raises:
+        SettingsError: The format has no use for a flag, or its value is wrong.
+    """
+    size, tokenizer = flags["--shard-size"], flags["--tokenizer"]
+    if size is not None and name != "hf":
+        error = f"--format {name} cannot be combined with --shard-size."
+        raise SettingsError(
+            error, "Only a folder of transformers has shards.", f"{line} --format hf --shard-size {size}"
+        )
+    if size is not None and not re.fullmatch(r"[1-9]\d*[KMGT]B", size):
+        fact = "It is a whole number with a unit: KB, MB, GB or TB."
+        raise SettingsError(f"--shard-size {size} is no size.", fact, f"{line} --format hf --shard-size 5GB")
+    if tokenizer is not None and name not in WITH_TOKENIZER:
+        error = f"--format {name} cannot be combined with --tokenizer."
+        fact = f"Formats with a tokenizer are {' and '.join(WITH_TOKENIZER)}."
+        raise SettingsError(error, fact, f"{line} --format hf --tokenizer {tokenizer}")
+    if tokenizer is not None and not Path(tokenizer).is_dir():
+        do = 'tokenizer.save_pretrained("FOLDER"), and then --tokenizer FOLDER'
+        raise SettingsError(f"There is no folder {tokenizer}.", "--tokenizer names a folder with a tokenizer.", do)
 
 
 def suffix_of(name: str) -> str:
@@ -160,7 +209,7 @@ def require_format(name: str, line: str) -> None:
     if missing:
         fact = f"{known.text.capitalize()} needs {' and '.join(missing)}."
         raise SettingsError(
-            f"--format {name} needs packages that are not installed.", fact, f"pip install 'unisono[{known.extra}]'"
+            f"--format {name} needs packages that are not installed.", fact, f"pip install '{known.install}'"
         )
     if known.tools and not any(map(shutil.which, known.tools)):
         fact = f"{known.text.capitalize()} needs {' or '.join(known.tools)}."
@@ -189,7 +238,15 @@ def require_quantization(kind: str, name: str, line: str) -> None:
         fact = "A file of weights cannot state that activations are rounded; its weights would be those of int8."
         do = f"{line} --format torch --quantize {kind}, or: {line} --quantize int8"
         raise SettingsError(error, fact, do)
-    if find_spec("torchao") is None:
+    if name == "gguf":
+        if kind != "int8":
+            fact = "It would be Q8_0 for int8: blocks of 32 integers that share a scale."
+            raise SettingsError(
+                f"--format gguf cannot be combined with --quantize {kind}.",
+                fact,
+                f"{line} --format gguf --quantize int8",
+            )
+    elif find_spec("torchao") is None:
         fact = "Linear layers are quantized by torchao."
         raise SettingsError(
             "--quantize needs a package that is not installed.", fact, "pip install 'unisono[quantize]'"

@@ -42,7 +42,9 @@ def load_aoti(path: str) -> Call:
 def load_onnx(path: str) -> Call:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,10 +55,40 @@ def load_onnx(path: str) -> Call:
     return call
 
 
+def load_executorch(path: str) -> Call:
+    from executorch.runtime import Runtime
+
+    program = Runtime.get().load_program(path)
+    method = program.load_method("forward")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = [tensor.contiguous() for tensor in tensors_of([*args, kwargs])]
+        return [each.clone() for each in method.execute(inputs)]  # the next call writes to the same memory
+
+    return call
+
+
+def load_gguf(path: str) -> Call:
+    """Read the file with transformers' own reader, which changes weights back to the order of its model."""
+    import transformers
+
+    folder, name = os.path.split(path)
+    config = transformers.AutoConfig.from_pretrained(os.path.join(folder, "config"))
+    kind = transformers.AutoModelForCausalLM
+    return kind.from_pretrained(folder, gguf_file=name, config=config, dtype=torch.float32).eval()
+
+
 def load_hf(path: str) -> Call:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(path)
+    tokens = os.path.join(os.path.dirname(path), "tokens.json")
+    if os.path.exists(tokens):
+        with open(tokens, encoding="utf-8") as file:
+            known = json.load(file)
+        found = transformers.AutoTokenizer.from_pretrained(path)(known["text"])["input_ids"]
+        if found != known["ids"]:
+            raise SystemExit(f"the tokenizer makes other tokens: {found}")
     return getattr(transformers, config.architectures[0]).from_pretrained(path).eval()
 
 
@@ -78,7 +110,8 @@ def load_weights(path: str) -> Call:
         state[name] = (groups * scale[..., None]).view(state[name].shape)
     program = torch.export.load(os.path.join(os.path.dirname(path), "program.pt2")).module()
     state |= {name: state[first] for name, first in aliases.items() if first in state}
-    program.load_state_dict(state)
+    whole = state.keys() <= program.state_dict().keys()  # a model of transformers is a part, `model`, of the program
+    program.load_state_dict(state if whole else {f"model.{name}": value for name, value in state.items()})
     return program
 
 
@@ -139,8 +172,10 @@ LOADERS: dict[str, Callable[[str], Call]] = {
     "torch": load_torch,
     "aoti": load_aoti,
     "onnx": load_onnx,
+    "executorch": load_executorch,
     "hf": load_hf,
     "peft": load_peft,
+    "gguf": load_gguf,
 }
 
 

@@ -95,8 +95,8 @@ def _quantization(report: Mapping[str, Any]) -> list[str]:
     return [
         "## Quantization",
         "",
-        f"{report['quantized_layers']} linear layers are quantized with torchao: {KINDS[report['quantize']]}. Linear "
-        f"layers in float: {floats}. The outputs differ from those of the unquantized model by "
+        f"{report['quantized_layers']} {_kind(report)}. Linear layers in float: {floats}. "
+        "The outputs differ from those of the unquantized model by "
         f"{report['relative_to_unquantized']:.1e}, relative to their norm.",
         "",
         "| | Unquantized | Quantized |",
@@ -105,6 +105,12 @@ def _quantization(report: Mapping[str, Any]) -> list[str]:
         *rows,
         "",
     ]
+
+
+def _kind(report: Mapping[str, Any]) -> str:
+    if report["format"] == "gguf":
+        return "matrices are Q8_0: blocks of 32 integers of 8 bits that share a scale"
+    return f"linear layers are quantized with torchao: {KINDS[report['quantize']]}"
 
 
 def _table(title: str, values: Mapping[str, Any], column: str) -> list[str]:

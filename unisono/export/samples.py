@@ -8,8 +8,10 @@ load_again.py reads them without this library.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,10 @@ class ModelCall(NamedTuple):
         sizes = {len(leaf) if leaf.dim() else 0 for leaf in tree_leaves(tuple(self)) if isinstance(leaf, torch.Tensor)}
         return sizes.pop() if len(sizes) == 1 else 0
 
+    def without(self, name: str) -> ModelCall:
+        """Return a call without a keyword argument."""
+        return ModelCall(self.args, {key: value for key, value in self.kwargs.items() if key != name})
+
     def first(self, count: int) -> ModelCall:
         """Return a call with the first samples only."""
         return ModelCall(*tree_map_only(torch.Tensor, lambda tensor: tensor[:count].contiguous(), tuple(self)))
@@ -40,6 +46,42 @@ class ModelCall(NamedTuple):
     def twice(self) -> ModelCall:
         """Return a call with every sample twice."""
         return ModelCall(*tree_map_only(torch.Tensor, lambda tensor: torch.cat((tensor, tensor)), tuple(self)))
+
+
+class PlainOutputs(torch.nn.Module):
+    """A model of transformers whose outputs are a dict of tensors, in place of a class of that package.
+
+    Args:
+        model: The model. Its labels should not be given: then there is no loss in the outputs.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.forward = _plain_forward(model)
+
+
+def _plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a model. inspect.signature returns the model's own, which torch.export needs."""
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return without_cache(model(*args, **kwargs))
+
+    return forward
+
+
+def returns_its_own_class(model: torch.nn.Module) -> bool:
+    """Return whether a model is of transformers, so that it may return classes of that package."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def without_cache(outputs: Any) -> Any:
+    """Return the outputs of a model of transformers as a dict without the cache of attention; others as they are."""
+    if isinstance(outputs, Mapping):
+        return {str(name): value for name, value in outputs.items() if name != "past_key_values"}
+    return outputs
 
 
 def write_samples(folder: Path, model: torch.nn.Module, calls: Sequence[ModelCall]) -> list[torch.Tensor]:
@@ -52,7 +94,7 @@ def write_samples(folder: Path, model: torch.nn.Module, calls: Sequence[ModelCal
     rows, found = [], []
     for call in calls:
         with torch.no_grad():
-            outputs = model(*call.args, **call.kwargs)
+            outputs = without_cache(model(*call.args, **call.kwargs))
         found += [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         parts = {"args": call.args, "kwargs": call.kwargs, "outputs": outputs}
         rows.append({name: _form(value, tensors, name) for name, value in parts.items()})

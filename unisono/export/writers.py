@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import json
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import LoopError
 from unisono.export.adapters import has_adapter, merge_adapter, require_transformer, write_adapter
-from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest
+from unisono.export.formats import FORMATS, PROGRAMS, WEIGHTS, ExportRequest
+from unisono.export.gguf_file import round_weights, write_gguf
 from unisono.export.quantization import (
     forget_quantized,
     is_quantized,
@@ -23,7 +26,14 @@ from unisono.export.quantization import (
     without_fake_quantizers,
     without_torchao,
 )
-from unisono.export.samples import ModelCall, largest_relative, write_samples
+from unisono.export.samples import (
+    ModelCall,
+    PlainOutputs,
+    largest_relative,
+    returns_its_own_class,
+    write_samples,
+)
+from unisono.export.tokenizer_files import write_tokenizer
 
 PROGRAM, FACTS, UNQUANTIZED = "program", "facts.json", "unquantized"
 """Names in the folder of an export: the program, without its suffix; what is known about it; the same before it was
@@ -48,18 +58,26 @@ def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCal
     if has_adapter(model):
         model.float()  # weights of 16 bits would be rounded again when the adapter is merged
     call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
-    calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
     facts: dict[str, Any] = {
         "class": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "samples": call.samples(),
         "evaluates": evaluates,
     }
+    bare = model
+    if request.format in (*PROGRAMS, WEIGHTS) and returns_its_own_class(model):
+        model, call = PlainOutputs(model), call.without("labels")
+        if request.format == "executorch":  # it cannot lower the layout of outputs of torch's fused attention
+            bare.set_attn_implementation("eager")  # type: ignore[operator]
+    calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
     if quantize:
-        without_fake_quantizers(model, quantize)
+        without_fake_quantizers(bare, quantize)
         (folder / UNQUANTIZED).mkdir()
-        before, _ = _write(request, model, calls, folder / UNQUANTIZED)
-        facts |= quantize_linear(model, quantize, plain=request.format != WEIGHTS)
+        before, _ = _write(replace(request, quantize=""), model, calls, folder / UNQUANTIZED)
+        if request.format == "gguf":
+            facts |= round_weights(bare, quantize)
+        else:
+            facts |= quantize_linear(bare, quantize, plain=request.format != WEIGHTS)
     after, more = _write(request, model, calls, folder)
     if quantize:
         facts["relative_to_unquantized"] = largest_relative(before, after)
@@ -73,15 +91,20 @@ def _write(
     name = request.format
     outputs = write_samples(folder, model, calls)
     try:
-        return outputs, WRITERS[name](model, calls[0], folder / f"{PROGRAM}{FORMATS[name].suffix}")
+        return outputs, WRITERS[name](model, calls[0], folder / f"{PROGRAM}{FORMATS[name].suffix}", request)
     except LoopError:
         raise
     except Exception as error:  # torch raises many kinds
         raise LoopError(
-            f"Cannot export the {type(model).__name__} as {FORMATS[name].text}.",
+            f"Cannot export the {type(_bare(model)).__name__} as {FORMATS[name].text}.",
             f"{type(error).__name__}: {_reason(error)}",
             "change the model as the reason says, or export its weights: --format safetensors",
         ) from error
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model without the wrapper for its outputs."""
+    return model.model if isinstance(model, PlainOutputs) else model
 
 
 def _reason(error: Exception) -> str:
@@ -124,14 +147,14 @@ def _named(size: Any, ranges: Any) -> str:
     return f"{size}" if known is None else f"{size} (from {known.lower}{upper})"
 
 
-def write_torch(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+def write_torch(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write a program that torch.export.load reads."""
     program = _exported(model, call)
     torch.export.save(program, path)
     return {"inputs": _sizes(program)}
 
 
-def write_aoti(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+def write_aoti(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write compiled code that torch._inductor.aoti_load_package reads, in Python or C++."""
     from torch._inductor import aoti_compile_and_package
 
@@ -140,15 +163,53 @@ def write_aoti(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str,
     return {"inputs": _sizes(program)}
 
 
-def write_onnx(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+def write_onnx(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write a model that onnxruntime reads."""
     program = _exported(model, call)
     torch.onnx.export(program, f=str(path), dynamo=True, external_data=False, verbose=False)
     return {"inputs": _sizes(program)}
 
 
-def write_hf(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
-    """Write a folder that from_pretrained reads: configuration, weights in shards, and their index.
+def write_executorch(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
+    """Write a program for the runtime of ExecuTorch, with the operators that XNNPACK has.
+
+    The runtime plans its memory in advance, so the sizes of the example are the largest ones.
+    """
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    program = _exported(model, call)
+    largest = _sizes_of_example(program, call)
+    for symbol, known in list(program.range_constraints.items()):
+        program.range_constraints[symbol] = ValueRanges(known.lower, largest.get(symbol, known.upper))
+    sizes = _sizes(program)
+    path.write_bytes(_lowered(program))
+    return {"inputs": sizes}
+
+
+def _lowered(program: torch.export.ExportedProgram) -> bytes:
+    """Return the content of a file of ExecuTorch."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+    return bytes(lowered.to_executorch().buffer)
+
+
+def _sizes_of_example(program: torch.export.ExportedProgram, call: ModelCall) -> dict[Any, int]:
+    """Return the size that each free size has in the example."""
+    inputs = [node.meta["val"] for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    symbolic = [list[Any](each.shape) for each in inputs if isinstance(each, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)]
+    pairs = [
+        pair for shape, real in zip(symbolic, tensors, strict=True) for pair in zip(shape, real.shape, strict=True)
+    ]
+    return {free.node.expr: size for free, size in pairs if not isinstance(free, int)}
+
+
+def write_hf(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
+    """Write a folder that from_pretrained reads: configuration, weights in shards, their index, and a tokenizer.
 
     Adapters are merged into the weights.
     """
@@ -156,11 +217,12 @@ def write_hf(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, A
     if has_adapter(model):
         model, more = merge_adapter(model, path.parent)
     require_transformer(model, "hf")
-    model.save_pretrained(path)  # type: ignore[operator]
-    return more
+    model.save_pretrained(path, max_shard_size=request.shard_size)  # type: ignore[operator]
+    shards = len(list(path.glob("*.safetensors")))
+    return {**more, "shards": shards, "tokenizer": write_tokenizer(request, model, path)}
 
 
-def write_peft(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+def write_peft(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write a folder with an adapter alone, which peft loads onto the base model."""
     if not has_adapter(model):
         raise LoopError(
@@ -171,20 +233,30 @@ def write_peft(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str,
     return write_adapter(model, path)
 
 
-def write_weights(model: torch.nn.Module, call: ModelCall, path: Path) -> dict[str, Any]:
+def write_gguf_file(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
+    """Write a file that llama.cpp reads. Adapters are merged into the weights."""
+    more: dict[str, Any] = {}
+    if has_adapter(model):
+        model, more = merge_adapter(model, path.parent)
+    return {**more, **write_gguf(model, path, request)}
+
+
+def write_weights(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write weights, and beside them the program that the fresh process fills with them."""
-    tensors, metadata = quantized_state(model)
+    tensors, metadata = quantized_state(_bare(model))
     save_file(tensors, path, metadata)
     forget_quantized(model)
     torch.export.save(_exported(model, call), path.with_name("program.pt2"))
     return {}
 
 
-WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path], dict[str, Any]]] = {
+WRITERS: dict[str, Callable[[torch.nn.Module, ModelCall, Path, ExportRequest], dict[str, Any]]] = {
     WEIGHTS: write_weights,
     "torch": write_torch,
     "aoti": write_aoti,
     "onnx": write_onnx,
+    "executorch": write_executorch,
     "hf": write_hf,
     "peft": write_peft,
+    "gguf": write_gguf_file,
 }

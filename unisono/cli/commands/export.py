@@ -18,7 +18,47 @@ from unisono.cli.compare.program_export import ProgramExportRun
 from unisono.cli.compare.rerun import earlier
 from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
-from unisono.export.formats import WEIGHTS, ExportRequest, require_format, require_quantization, suffix_of
+from unisono.export.formats import (
+    WEIGHTS,
+    ExportRequest,
+    require_flags,
+    require_format,
+    require_quantization,
+    suffix_of,
+)
+
+ShardSize = Annotated[
+    str | None,
+    Parameter(metavar="SIZE", help="For hf: the largest file of weights, 5GB by default. Several files get an index."),
+]
+Tokenizer = Annotated[
+    Path | None,
+    Parameter(
+        metavar="FOLDER",
+        help="For hf and gguf: a folder with the tokenizer. By default RUN/tokenizer, or the folder of the model.",
+    ),
+]
+NoEvaluate = Annotated[
+    bool,
+    Parameter(
+        negative=(),
+        show_default=False,
+        help="Leave out the evaluation of the script, which is otherwise computed with the model and the program.",
+    ),
+]
+Sign = Annotated[
+    Path | None, Parameter(metavar="KEY", help="Sign the file with this private key, in OUT.signature.json.")
+]
+Trust = Annotated[
+    tuple[Path, ...],
+    Parameter(
+        metavar="KEY",
+        negative=(),
+        consume_multiple=False,
+        show_default=False,
+        help="Export only a checkpoint that this public key, or another one of several, has signed.",
+    ),
+]
 
 
 def export(
@@ -29,9 +69,11 @@ def export(
     kind: Annotated[str, Parameter(name="--format", metavar="NAME")] = WEIGHTS,
     model: Annotated[str | None, Parameter(metavar="NAME")] = None,
     quantize: Annotated[str | None, Parameter(metavar="KIND")] = None,
-    no_evaluate: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
-    sign: Annotated[Path | None, Parameter(metavar="KEY")] = None,
-    trust: Annotated[tuple[Path, ...], Parameter(metavar="KEY", negative=(), consume_multiple=False)] = (),
+    shard_size: ShardSize = None,
+    tokenizer: Tokenizer = None,
+    no_evaluate: NoEvaluate = False,
+    sign: Sign = None,
+    trust: Trust = (),
     script: Annotated[Path | None, Parameter(metavar="FILE", show_default=False)] = None,
     force: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     json: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
@@ -52,19 +94,14 @@ def export(
         The file to write; a folder for the format hf.
     kind
         safetensors: weights. torch: a program of torch.export. aoti: compiled by AOTInductor for this processor. onnx.
-        hf: a folder that from_pretrained of transformers loads; adapters of peft are merged. peft: the adapter alone.
+        executorch: for its runtime. hf: a folder that from_pretrained of transformers loads; adapters of peft are
+        merged. peft: the adapter alone. gguf: for llama.cpp.
     model
         Write only this model. By default the weights of all tracked models are written, with the model's name as a
         prefix.
     quantize
         Quantize the linear layers. int8 or int4: their weights. int8-dynamic: weights and activations. For the formats
-        torch, aoti and safetensors; int8-dynamic not for safetensors.
-    no_evaluate
-        Leave out the evaluation of the script, which is otherwise computed with the model and with the program.
-    sign
-        Sign the file with this private key, in OUT.signature.json.
-    trust
-        Export only a checkpoint that this public key, or another one of several, has signed.
+        torch, aoti and safetensors; int8-dynamic not for safetensors. For gguf: int8, which is Q8_0.
     script
         The script of the run, if it was moved.
     force
@@ -77,13 +114,17 @@ def export(
         words = ["unisono", "export", str(folder), str(out), *(["--model", model] if model is not None else [])]
         words += ["--format", kind] if kind != WEIGHTS else []
         words += ["--quantize", quantize] if quantize is not None else []
+        words += ["--shard-size", shard_size] if shard_size is not None else []
+        words += ["--tokenizer", str(tokenizer)] if tokenizer is not None else []
         return shlex.join([*words, *flags])
 
     if quantize is not None:
         require_quantization(quantize, kind, shlex.join(["unisono", "export", str(folder), str(out)]))
     _check_paths(folder, out, kind, line, force=force)
+    flags = {"--shard-size": shard_size, "--tokenizer": tokenizer}
+    require_flags(kind, flags, shlex.join(["unisono", "export", str(folder), str(out)]))
     if kind != WEIGHTS or quantize is not None:
-        request = ExportRequest(kind, model or "", quantize=quantize or "")
+        request = ExportRequest(kind, model or "", "", quantize or "", shard_size or "5GB", str(tokenizer or ""))
         return _export_program(
             folder, out, request, script, line, evaluate=not no_evaluate, sign=sign, trust=trust, as_json=json
         )
@@ -103,6 +144,10 @@ def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *
     if not out.parent.is_dir():
         do = f"mkdir -p {out.parent} && {line(folder, out, *['--force'] * force)}"
         raise SettingsError(f"Cannot write {out}.", f"There is no folder {out.parent}.", do)
+    if out.is_dir() and any(out.iterdir()) and not (out / "export.json").is_file():
+        other = out.with_name(f"{out.resolve().name}-2")
+        fact = "It has files, and no export.json. Only an earlier export is replaced."
+        raise SettingsError(f"{out} is no export.", fact, line(folder, other))
     if out.exists() and not force:
         other = out.with_name(f"{out.stem}-2{out.suffix}")
         do = f"{line(folder, out, '--force')}, or: {line(folder, other)}"

@@ -20,6 +20,7 @@ from unisono.errors import CheckpointError, SettingsError
 from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of
 from unisono.export.model_card import model_card
 from unisono.launcher.supervisor import RunOutcome
+from unisono.report.result_file import read_result
 
 PLAIN_PROGRAM = (
     *("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false", "speed.compile_model=false"),
@@ -107,7 +108,9 @@ class ProgramExportRun(Verification):
         """Let the script of the run write the program and samples, and return their folder; None if it failed."""
         folder = self.folder / "export"
         folder.mkdir()
-        request = replace(self.request, folder=str(folder), run_dir=str(self.again.run_dir or self.shown.absolute()))
+        tokenizer = str(Path(self.request.tokenizer).absolute()) if self.request.tokenizer else ""
+        run_dir = str(self.again.run_dir or self.shown.absolute())
+        request = replace(self.request, folder=str(folder), tokenizer=tokenizer, run_dir=run_dir)
         outcome = self._run_script("run", checkpoint, f"export:{request}")
         if not (folder / "facts.json").is_file():
             if outcome.failure is None:
@@ -185,17 +188,18 @@ class ProgramExportRun(Verification):
                 shutil.copytree(program, draft)
                 (draft / "export.json").write_text(text, encoding="utf-8")
                 (draft / "README.md").write_text(card, encoding="utf-8")
-                if self.out.is_dir():
-                    shutil.rmtree(self.out)
+                replace_folder(draft, self.out)
             else:
                 shutil.copyfile(program, draft)
                 self.out.with_name(f"{self.out.name}.export.json").write_text(text, encoding="utf-8")
                 self.out.with_name(f"{self.out.name}.md").write_text(card, encoding="utf-8")
-            draft.replace(self.out)
+                draft.replace(self.out)
         except OSError as error:
             shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
             fact = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"Cannot write {self.out}.", fact, "name another path.") from error
+        if read_result(self.again.run_dir or self.shown) is None:
+            self._say("The run has not ended: this is its newest checkpoint.")
         self._say(
             f"{self.out}: {report['class']}, {report['parameters']:,} parameters after step {report['step']}, "
             f"{report['bytes'] / 1e6:.1f} MB"
@@ -221,3 +225,18 @@ class ProgramExportRun(Verification):
 
     def _facts(self, status: int) -> dict[str, Any]:
         return {"out": str(self.out)}
+
+
+def replace_folder(new: Path, out: Path) -> None:
+    """Move a folder to its place. A folder that is there is deleted only after that."""
+    before = out.with_name(f".{out.name}.{os.getpid()}.replaced")
+    if out.is_dir():
+        out.rename(before)
+    try:
+        new.rename(out)
+    except OSError:
+        if before.is_dir():
+            before.rename(out)
+        raise
+    if before.is_dir():
+        shutil.rmtree(before)
