@@ -81,7 +81,13 @@ def missing(kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("--ranks", "2", "--set", "parallel.shard=2"), ("--set", "precision=bf16")], ids=str
+    "words",
+    [
+        ("--ranks", "2", "--set", "parallel.shard=2"),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("--set", "precision=bf16"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_program_has_the_outputs_of_the_model(command: Command, words: tuple[str, ...]) -> None:
     trained(command, *words)
@@ -99,6 +105,7 @@ def test_a_program_has_the_outputs_of_the_model(command: Command, words: tuple[s
     assert (large[0] - large[1]).abs().max() < 1e-6, "batch norm computes statistics of the batch"
 
 
+@pytest.mark.slow
 def test_inputs_by_name_and_outputs_in_a_dict(command: Command) -> None:
     trained(command, "--set", "kind=scaled")
     ended = command.run("export", "out", "model.pt2", "--format", "torch")
@@ -165,7 +172,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", ["branches", pytest.param("random", marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(command: Command, name: str) -> None:
     setting, expected = REFUSED[name]
     trained(command, "--set", setting)
@@ -189,15 +196,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_requests(command: Command, name: str) -> None:
-    words, expected = WRONG[name]
+def test_wrong_requests(command: Command) -> None:
     trained(command)
-    ended = command.run("export", "out", "model", *words)
-    assert ended.status != 0
-    assert expected in ended.err
-    assert "Traceback" not in ended.err
-    assert not (command.folder / "model").exists()
+    for name, (words, expected) in WRONG.items():
+        ended = command.run("export", "out", "model", *words)
+        assert ended.status != 0, name
+        assert expected in ended.err, name
+        assert "Traceback" not in ended.err, name
+        assert not (command.folder / "model").exists(), name
 
 
 def test_a_damaged_checkpoint_and_an_existing_file(command: Command) -> None:
@@ -214,6 +220,7 @@ def test_a_damaged_checkpoint_and_an_existing_file(command: Command) -> None:
     assert (command.folder / "model.pt2").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_trusted_signature_is_refused(command: Command) -> None:
     trained(command)
     make = "openssl genpkey -algorithm ed25519 -out private.pem && openssl pkey -in private.pem -pubout -out public.pem"

@@ -162,6 +162,7 @@ def test_a_stopped_prediction_continues_on_another_number_of_processes(command: 
     assert (command.folder / "again.jsonl").read_bytes() == (command.folder / "whole.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_script_without_a_function_predicts_for_tensors(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIND", "without")
     trained(command)
