@@ -82,13 +82,12 @@ def test_a_refused_connection_is_tried_for_longer_because_process_0_may_be_start
 def test_a_port_that_opens_later_is_reached(host: str, family: socket.AddressFamily) -> None:
     if family == socket.AF_INET6 and interface_with("::1") is None:
         pytest.skip("this machine has no IPv6")
-    port = free_port()
-    opened: list[socket.socket] = []
-    timer = threading.Timer(0.3, lambda: opened.append(socket.create_server((host.strip("[]"), port), family=family)))
-    timer.start()
-    reach(at(host, port), Patience(answer=0.1, start=30.0))
-    timer.join()
-    opened[0].close()
+    with socket.socket(family) as server:
+        server.bind((host.strip("[]"), 0))  # until it listens, connections to this port are refused
+        timer = threading.Timer(0.3, server.listen)
+        timer.start()
+        reach(at(host, server.getsockname()[1]), Patience(answer=0.1, start=30.0))
+        timer.join()
 
 
 def test_a_name_of_another_host_that_resolves_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
