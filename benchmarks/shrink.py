@@ -259,7 +259,7 @@ def on_rank(world: World, folder: str, settings: Settings, name: str, way: Way, 
 
 
 class Row(NamedTuple):
-    """What is measured of a model."""
+    """The measurements of a model."""
 
     quality: float
     loss: float

@@ -145,14 +145,14 @@ def certificate_error(text: str) -> CertificateError:
 def tuned(connection: socket.socket | ssl.SSLSocket) -> socket.socket:
     """Let a connection send small messages at once, and send with cubic where BBR is the system's choice.
 
-    BBR searches for the rate of each connection anew after it was idle, as the connections of a training step are most
-    of the time; with cubic a step is shorter. A link with a long round trip, where BBR has its advantages, keeps it.
+    The connections of a training step are idle most of the time, and BBR searches for the rate again after each pause.
+    With cubic a step is shorter. A link with a long round trip keeps BBR, whose advantages are there.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux" and round_trip(connection) < NEAR_SECONDS:
         name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
         if name == b"bbr":
-            with suppress(OSError):  # not permitted: only root may choose what is not in tcp_allowed_congestion_control
+            with suppress(OSError):  # without permission: tcp_allowed_congestion_control does not list cubic
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
     return connection
 
