@@ -10,9 +10,13 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from unisono.data import loader
 from unisono.data.alignment import align
 from unisono.data.fast_collate import are_rows, collate, read_rows, stack_tensors
 from unisono.data.loader_workers import is_worker_death
+from unisono.plan.assignment import Slot
+from unisono.plan.batch_order import BatchOrder, MicroBatchId
+from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
 
 DEATHS = [
     RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
@@ -171,3 +175,16 @@ def test_a_registered_collate_function_is_used(kind: type, monkeypatch: pytest.M
     samples = BATCHES["tensors"]
     assert collate(samples) == default_collate(samples) != []
     assert "taught" in str(collate(samples))
+
+
+@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true")
+def test_a_batch_that_is_fetched_out_of_turn_seeds_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors compute the virtual ranks of a dead process with these random numbers."""
+    seeds: list[tuple[int, torch.device]] = []
+    monkeypatch.setattr(loader, "seed_device", lambda key, device: seeds.append((key, device)))
+    order, device = BatchOrder(length=20, batch=8, virtual_ranks=4, seed=3), torch.device("meta")
+    where = loader.Loader(POINTS, order, loader.Schedule(((0, 4),)), slot=Slot(0), first=0, last=2, device=device)
+    place, (x, *_) = where.fetch(MicroBatchId(1, 2, 0))
+    assert x.device == device
+    assert seeds == [(micro_batch_key(mix(3, ROUND), *place[:3]), device)]
+    where.close()

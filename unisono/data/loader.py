@@ -25,7 +25,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from unisono.data import alignment
 from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
-from unisono.data.rng import State, get_state, same_state, seed_everything, seed_others, set_others, set_state
+from unisono.data.rng import (
+    State,
+    get_state,
+    same_state,
+    seed_device,
+    seed_everything,
+    seed_others,
+    set_others,
+    set_state,
+)
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
 from unisono.plan.assignment import Slot, micro_batches_of
@@ -249,14 +258,22 @@ class Loader:
             yield self._pending.popleft().place, batch
 
     def fetch(self, place: MicroBatchId) -> tuple[MicroBatchId, Any]:
-        """Fetch one micro-batch out of order: one that was assigned to another process."""
+        """Fetch one micro-batch out of order: one that was assigned to another process.
+
+        The generators are left in the states that the loop's body starts with, that of the device included.
+        """
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
+        task = FetchTask(place, mix(self.order.seed, ROUND), list(samples))
         try:
-            batch = self.fetcher.fetch(FetchTask(place, mix(self.order.seed, ROUND), list(samples)))
+            batch = self.fetcher.fetch(task)
         except Exception as error:
             error.add_note(_while_fetching(place, samples))
             raise
-        return place, batch if self.device.type == "cpu" else to_device(batch, self.device)
+        if self.device.type == "cpu":
+            return place, batch
+        if self.fetcher.keyed:
+            seed_device(task.key, self.device)
+        return place, to_device(batch, self.device)
 
     def skip(self, count: int, batches: Iterator[tuple[MicroBatchId, Any]]) -> None:
         """Drop the next `count` micro-batches of this process, which others have computed.

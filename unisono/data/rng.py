@@ -27,7 +27,12 @@ def seed_everything(key: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
     seed_others(key)
     if device is not None:
-        torch.get_device_module(device).manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
+        seed_device(key, device)
+
+
+def seed_device(key: int, device: torch.device) -> None:
+    """Seed the generator of an accelerator."""
+    torch.get_device_module(device).manual_seed(key & 0x7FFF_FFFF_FFFF_FFFF)
 
 
 def seed_others(key: int) -> None:
