@@ -41,7 +41,8 @@ def encode(values: torch.Tensor, largest: float, bits: int) -> torch.Tensor:
     Returns:
         uint8 [blocks, 4 + length * bits / 8]: the scale as float32, then the codes.
     """
-    scale = values.abs().amax(1, keepdim=True).div_(largest)
+    scale = values.abs().amax(1, keepdim=True)
+    scale.div_(torch.full_like(scale[:1], largest))  # see divide_
     scale.masked_fill_(scale == 0, 1.0)
     codes = values / scale
     if bits == 16:
