@@ -24,7 +24,7 @@ from unisono.distributed.init import join_process_group
 from unisono.environment import World
 from unisono.testing import build_run, close_run, finish_run, run_ranks, run_result
 from unisono.train.cuda_graphs import graphed_loss
-from unisono.train.cuda_graphs.micro_batch_graph import Replay
+from unisono.train.cuda_graphs.micro_batch_graph import Replay, same_memory
 
 SCALE = 1.0
 
@@ -148,6 +148,28 @@ def compare(tmp_path: Path, kind: str, size: int = 1, **changes: Any) -> list[tu
 def test_replays_have_the_bits_of_the_usual_way(tmp_path: Path, kind: str, changes: Any) -> None:
     ((_, off, replays),) = compare(tmp_path, kind, **changes)
     assert (off, replays > 8) == ("", True)
+
+
+def test_a_capture_computes_with_other_parameters_in_the_same_memory() -> None:
+    """torch accumulates gradients of the model's own on the default stream, which a capture must not touch."""
+    model = nn.ModuleDict({"tokens": nn.Embedding(7, 4), "rnn": nn.LSTM(4, 4), "head": nn.Linear(4, 7, bias=False)})
+    model["head"].weight = model["tokens"].weight
+    own = list(model.parameters())
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss() -> torch.Tensor:
+        out: torch.Tensor = model["head"](model["rnn"](model["tokens"](torch.arange(7)))[0])
+        return out.square().sum()
+
+    usual = torch.autograd.grad(loss(), own)
+    with same_memory([model], own) as others:
+        assert [name for name, _ in model.named_parameters()] == names
+        assert list(map(id, model.parameters())) == list(map(id, others)) != list(map(id, own))
+        assert [p.data_ptr() for p in others] == [p.data_ptr() for p in own]
+        found = torch.autograd.grad(loss(), others)
+    assert all(map(torch.equal, found, usual))
+    assert list(map(id, model.parameters())) == list(map(id, own))
+    assert all(map(torch.equal, torch.autograd.grad(loss(), own), usual))
 
 
 def test_replays_on_two_processes(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class GraphedLoss:
         except CaptureError as error:
             self._turn_off(str(error))
         except RuntimeError as error:
-            self._turn_off(f"torch cannot capture it: {str(error).splitlines()[0]}")
+            self._turn_off(f"torch cannot capture it: {str(_first_error(error)).splitlines()[0]}")
         else:
             self._captured[key] = Captured(graph, remembered([call.model]), call)
         finally:
@@ -144,7 +144,7 @@ class GraphedLoss:
         state, params = get_device_state(self.device), self.models.trained
         loss, weight = call(spec.unflatten(leaves))
         grads = torch.autograd.grad(loss, params, allow_unused=True)
-        graph = MicroBatchGraph(call.__call__, params, leaves, spec, CAPTURES[self.device.type])
+        graph = MicroBatchGraph(call.__call__, self.models.modules, params, leaves, spec, CAPTURES[self.device.type])
         set_device_state(self.device, state)
         again, weight_again = graph.replay(leaves)
         grads_again = torch.autograd.grad(again, params, allow_unused=True)
@@ -158,6 +158,13 @@ class GraphedLoss:
         self.off = why
         self._captured.clear()
         self.note(f"parallel.cuda_graphs is off: {why}")
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """Return the error in which a capture failed; the end of the capture raises another one."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return error
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -9,11 +9,16 @@ reads and writes the same memory each time:
 Autograd accumulates the copies as it does without graphs. So hooks on gradients run, and an exchange may keep what it
 gets. Each gradient begins at a multiple of ALIGNMENT, as one in memory of its own does, because sums of unaligned
 tensors may be added up in another order.
+
+torch runs the accumulation of a parameter's gradient on the stream on which the parameter was first used. For the
+model's own parameters that is the default stream, which a capture must not touch. So a pass computes with other
+parameters in the same memory (`same_memory`), which are first used on the stream of the capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +45,8 @@ class MicroBatchGraph:
 
     Args:
         compute: Returns loss and weight; it must not depend on anything but the batch and the parameters.
-        params: The parameters that train. Those without a gradient here get none from a replay.
+        modules: The models that `compute` may use.
+        params: Their parameters that train. Those without a gradient here get none from a replay.
         leaves: The tensors of an example batch.
         spec: Its structure.
         capture: Captures the two passes.
@@ -49,12 +55,13 @@ class MicroBatchGraph:
     def __init__(
         self,
         compute: Callable[[Any], tuple[torch.Tensor, Any]],
+        modules: Sequence[torch.nn.Module],
         params: Sequence[torch.nn.Parameter],
         leaves: Sequence[torch.Tensor],
         spec: TreeSpec,
         capture: Capture,
     ) -> None:
-        self._compute = compute
+        self._compute, self._modules = compute, modules
         self._inputs = [torch.empty_like(leaf).copy_(leaf) for leaf in leaves]
         self._batch = tree_unflatten(self._inputs, spec)
         loss, weight = compute(self._batch)
@@ -66,20 +73,22 @@ class MicroBatchGraph:
         self.params = [p for p, grad in zip(params, found, strict=True) if grad is not None]
         self._flats, self._views = _flat_gradients(self.params)
         self._live: torch.Tensor | None = None
+        self._leaves: list[torch.nn.Parameter] = []
         self.addresses = [p.data_ptr() for p in self.params]
         del loss, weight, found
         self._forward, self._backward = capture([self._run_forward, self._run_backward])
 
     def _run_forward(self) -> None:
-        self._live, weight = self._compute(self._batch)
+        with same_memory(self._modules, self.params) as self._leaves:
+            self._live, weight = self._compute(self._batch)
         self._loss.copy_(self._live.detach())
         if isinstance(self._weight, torch.Tensor):
             self._weight.copy_(weight.detach())
 
     def _run_backward(self) -> None:
         assert self._live is not None
-        torch._foreach_copy_(self._views, list(torch.autograd.grad(self._live, self.params, self._seed)))
-        self._live = None
+        torch._foreach_copy_(self._views, list(torch.autograd.grad(self._live, self._leaves, self._seed)))
+        self._live, self._leaves = None, []
 
     @property
     def is_current(self) -> bool:
@@ -108,6 +117,24 @@ class MicroBatchGraph:
         copies = {dtype: flat.clone() for dtype, flat in self._flats.items()}
         pairs = zip(self.params, self._views, strict=True)
         return [copies[p.dtype].as_strided(v.shape, v.stride(), v.storage_offset()).data for p, v in pairs]
+
+
+@contextmanager
+def same_memory(
+    modules: Sequence[torch.nn.Module], params: Sequence[torch.nn.Parameter]
+) -> Iterator[list[torch.nn.Parameter]]:
+    """Give modules other parameters in the same memory, within this block, and yield these in the order of `params`."""
+    others = {id(p): torch.nn.Parameter(p.detach(), p.requires_grad) for p in params}
+    parts = {part for module in modules for part in module.modules()}
+    named = {part: list(part.named_parameters(recurse=False, remove_duplicate=False)) for part in parts}
+    places = [(part, name, p) for part, own in named.items() for name, p in own if id(p) in others]
+    for part, name, p in places:
+        setattr(part, name, others[id(p)])  # some layers keep lists of their parameters, and notice this
+    try:
+        yield [others[id(p)] for p in params]
+    finally:
+        for part, name, p in places:
+            setattr(part, name, p)
 
 
 class _Passes(torch.autograd.Function):
@@ -143,7 +170,7 @@ def _flat_gradients(
 
 
 def capture_on_cuda(passes: Sequence[Replay]) -> list[Replay]:
-    """Capture passes as CUDA graphs that share memory."""
+    """Capture passes as CUDA graphs that share memory. Warm-up and captures run on one stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -154,7 +181,20 @@ def capture_on_cuda(passes: Sequence[Replay]) -> list[Replay]:
     pool, replays = torch.cuda.graph_pool_handle(), list[Replay]()
     for run in passes:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # loader threads copy meanwhile
-            run()
+        # Threads of the loader copy meanwhile.
+        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        try:
+            with capture:
+                run()
+        except RuntimeError:
+            _renew_generator()
+            raise
         replays.append(graph.replay)
     return replays
+
+
+def _renew_generator() -> None:
+    """Give the device a generator that no capture uses: a failed capture leaves torch's in the state of a capture, in
+    which nothing can be drawn outside of graphs."""
+    index = torch.cuda.current_device()
+    torch.cuda.default_generators[index].graphsafe_set_state(torch.Generator(f"cuda:{index}").graphsafe_get_state())
