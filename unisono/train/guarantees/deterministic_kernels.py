@@ -28,6 +28,10 @@ from unisono.train.extensions import Extension
 
 SIGN = "does not have a deterministic implementation"
 
+ATTENTION = "Memory Efficient attention defaults to a non-deterministic algorithm"
+"""The beginning of torch's warning of memory-efficient attention, where operators without a deterministic kernel cause
+warnings. Where they cause errors, its backward pass is deterministic."""
+
 CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 """https://docs.nvidia.com/cuda/cublas/#results-reproducibility"""
 
@@ -138,6 +142,8 @@ def name_unrepeatable_operator() -> Iterator[None]:
 
 def _operator_in(message: str) -> str:
     """Return the name of the operator in torch's message."""
+    if ATTENTION in message:
+        return "memory-efficient attention"
     return message.partition(SIGN)[0].split()[-1].removeprefix("torch.").removeprefix("Tensor.")
 
 
@@ -146,7 +152,7 @@ def _collect_warnings() -> None:
     show = warnings.showwarning
 
     def show_once(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        if SIGN in str(message):
+        if SIGN in str(message) or ATTENTION in str(message):
             why = f"{_operator_in(str(message))} has no deterministic kernel"
             if why in unrepeatable:
                 return
@@ -154,4 +160,5 @@ def _collect_warnings() -> None:
         show(message, *args, **kwargs)
 
     warnings.showwarning = show_once
-    warnings.filterwarnings("always", message=f".*{SIGN}", category=UserWarning)
+    for sign in (SIGN, ATTENTION):
+        warnings.filterwarnings("always", message=f".*{sign}", category=UserWarning)
