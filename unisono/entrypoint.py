@@ -168,7 +168,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         facts = describe_environment(group.device)
         facts["differences"] = differences = agree(group, facts)
         problems = problems_on_mixed_devices(flatten(loaded.settings), start.line()) if group.mixed else []
-        if group.staged and not group.mixed and group.device.type != "cuda":  # gloo sends tensors of CUDA devices
+        if group.staged and not group.mixed:
             problems = problems_on_shared_devices(flatten(loaded.settings), start.line())
         if problems:
             raise SettingsError.of(problems)

@@ -463,7 +463,7 @@ def problems_on_shared_devices(values: Mapping[str, Any], line: CommandLine) -> 
         values,
         line,
         "a device for each process",
-        "Here several processes share one (--ranks-per-device), and gloo does not send its tensors.",
+        "Here several processes share one (--ranks-per-device). gloo does not send its tensors, or crashes with them.",
         f"{line.without('--ranks-per-device')} on a host with more devices",
     )
 
