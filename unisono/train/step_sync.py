@@ -53,6 +53,17 @@ def _read(value: Any) -> Any:
     return value.item() if value.is_cpu else value.detach().clone()
 
 
+def numbers_of(values: Sequence[Any]) -> list[float]:
+    """Return numbers, and tensors with one element, as numbers. Tensors on an accelerator are copied together."""
+    away = [n for n, value in enumerate(values) if isinstance(value, torch.Tensor) and not value.is_cpu]
+    found = dict.fromkeys(away, 0.0)
+    for dtype in {values[n].dtype for n in away}:
+        alike = [n for n in away if values[n].dtype is dtype]
+        copied = torch.stack([values[n].detach().reshape(()) for n in alike]).tolist()
+        found.update(zip(alike, map(float, copied), strict=True))
+    return [found[n] if n in found else float(value) for n, value in enumerate(values)]
+
+
 def _one_hot(verb: str) -> list[float]:
     assert verb in VERBS
     return [float(verb == other) for other in VERBS]
@@ -204,12 +215,13 @@ class StepSync:
 
     def _rows_of(self, entries: Sequence[tuple[MicroBatchId, str, Any, Any]]) -> dict[str, list[list[float]]]:
         rows: dict[str, list[list[float]]] = {}
-        for place, name, total, weight in entries:
+        totals, weights = (numbers_of([entry[column] for entry in entries]) for column in (2, 3))
+        for (place, name, _, _), total, weight in zip(entries, totals, weights, strict=True):
             row = rows.setdefault(name, [[0.0] * self._length, [0.0] * self._length])
             number = place.virtual_rank * self.pieces + place.number % self.pieces
             number = number * self.slices.size + self.slices.rank
-            row[0][number] += float(total)
-            row[1][number] += float(weight)
+            row[0][number] += total
+            row[1][number] += weight
         return rows
 
     def _own_slots(self, report: Sequence[float] = ()) -> list[float]:
