@@ -19,6 +19,8 @@ import torch
 
 import unisono
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 class Spread(NamedTuple):
     """Median and quartiles."""
@@ -55,6 +57,11 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "unisono": unisono.__version__,
     }
+
+
+def python_path() -> str:
+    """Return PYTHONPATH for a process that imports this checkout, and the folders that are in it already."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def command(name: str) -> str:

@@ -28,11 +28,15 @@ from xml.etree import ElementTree
 
 import torch
 
+from benchmarks.machine import python_path
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, DRY_PAGE = ROOT / "benchmarks" / "GPU.md", ROOT / "build" / "GPU.md"
 PACKAGES = ("torch", "numpy", "triton", "transformers", "cyclopts", "pytest")
+PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")
+FILES = ("tests/gpu", "tests/ranks/test_mixed_devices.py", "tests/cli/test_cpu_ranks.py")
+"""Where tests have the mark `gpu`: other files import packages that images with torch for CUDA lack."""
 
 
 class Part(NamedTuple):
@@ -46,7 +50,7 @@ class Part(NamedTuple):
 
 TESTS = Part(
     "Tests",
-    ("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--timeout", "150"),
+    ("-m", "pytest", *PLUGINS, "-m", "gpu", "-q", "--timeout", "150", *FILES),
     270,
 )
 BENCHMARKS = (
@@ -88,8 +92,12 @@ def _driver() -> str:
 
 
 def run(part: Part, *more: str, dry: bool) -> tuple[str, bool]:
-    """Run a part. Return its output and whether it succeeded."""
-    environment = inherited({"PYTHONPATH": str(ROOT), **({"UNISONO_GPU": "dry"} if dry else {})})
+    """Run a part. Return its output and whether it succeeded.
+
+    pytest loads no other plugins of the environment: a warning of theirs is an error here.
+    """
+    changes = {"PYTHONPATH": python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = inherited({**changes, **({"UNISONO_GPU": "dry"} if dry else {})})
     words = [sys.executable, *part.words, *more]
     try:
         ended = subprocess.run(

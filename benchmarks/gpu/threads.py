@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.device import Device, measured_device
-from benchmarks.machine import parser, show, spread
+from benchmarks.machine import parser, python_path, show, spread
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def train(arm: Arm, *, dry: bool) -> dict[str, Any]:
         words += ["--ranks", str(arm.ranks), "--run-dir", f"{folder}/run", "--set", f"small={str(dry).lower()}"]
         sets = (*arm.sets, *((arm.on_cpu or ()) if dry else ()))
         words += [word for each in sets for word in ("--set", each)]
-        environment = inherited({"PYTHONPATH": str(ROOT)})
+        environment = inherited({"PYTHONPATH": python_path()})
         subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder, "run").glob("measured-*.json"))]
     return {

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.machine import python_path
 from unisono.environment import inherited
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def train(folder: Path, target: str, *starts: Start, environment: Mapping[str, s
         )
         words += [word for each in (*own, *start.sets.split()) for word in ("--set", each)]
         words += [*start.flags.split(), *(["--resume"] if number else [])]
-        path = str(ROOT) if "PYTHONPATH" not in environment else f"{ROOT}:{environment['PYTHONPATH']}"
+        path = ":".join(filter(None, [python_path(), environment.get("PYTHONPATH")]))
         process = subprocess.run(
             words,
             capture_output=True,

@@ -71,12 +71,44 @@ def test_replayed_as_cuda_graphs(gpu: Gpu, tmp_path: Path, net: str, precision: 
     assert gpu.dry or all(each["off"] == "" and each["replays"] > 8 for each in found), found
 
 
+KERNELS = {
+    "float8 by tensors": (TEXT, "speed.float8=tensorwise"),
+    "float8 by rows": (TEXT, "speed.float8=rowwise"),
+    "fused optimizer": (TEXT, "speed.optimizer=fused"),
+    "compiled optimizer": (TEXT, "speed.optimizer=compiled"),
+    "compiled model": (TEXT, "speed.compile_model=true"),
+    "channels_last": (f"{IMAGE} precision=bf16", "speed.channels_last=true"),
+    **{f"{kind} attention": (f"{TEXT} precision=bf16", f"speed.attention={kind}") for kind in ("math", "flash")},
+    "cuDNN attention": (f"{TEXT} precision=bf16", "speed.attention=cudnn"),
+    "memory-efficient attention": (f"{TEXT} precision=bf16", "speed.attention=memory_efficient"),
+}
+
+
+@pytest.mark.usefixtures("only_cuda")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_other_kernels(gpu: Gpu, tmp_path: Path, kernel: str) -> None:
+    """Settings of the section `speed` have the same bits on any number of processes."""
+    if "float8" in kernel:
+        pytest.importorskip("torchao")
+    target, setting = KERNELS[kernel]
+    variants = {"as it is": (Start(1),)} | {str(n): (Start(n, setting),) for n in (1, 2, 3)}
+    results = train_all(tmp_path, target, variants, gpu.environment)
+    whole = results.pop("as it is")
+    if "attention" in kernel and "error" in results["1"]:  # cuDNN's has no deterministic backward pass
+        assert all("cannot compute an attention" in result["error"] for result in results.values()), results
+        return
+    assert "error" not in results["1"], results
+    assert results["1"]["loss"] == pytest.approx(whole["loss"], rel=0.02)
+    assert_one_fingerprint(results)
+
+
 @pytest.mark.usefixtures("only_cuda")
 @pytest.mark.parametrize("reshard", ["layer", "step"])
-def test_two_shards_on_one_gpu(gpu: Gpu, tmp_path: Path, reshard: str) -> None:
-    """gloo sends tensors of CUDA devices, so two processes that share a GPU can share a model."""
-    variants = {"1": (Start(1),), "shards": (Start(2, f"parallel.shard=2 parallel.reshard={reshard}"),)}
-    assert_one_fingerprint(train_all(tmp_path, f"{TEXT} clip=1.0", variants, gpu.environment))
+def test_two_shards_on_one_gpu_are_refused(gpu: Gpu, tmp_path: Path, reshard: str) -> None:
+    """Collectives of gloo with tensors of a GPU crash under FSDP, so processes that share one cannot share a model."""
+    start = Start(2, f"parallel.shard=2 parallel.reshard={reshard}")
+    found = train_all(tmp_path, TEXT, {"shards": (start,)}, gpu.environment)["shards"]
+    assert "parallel.shard = 2 needs a device for each process." in found["error"]
 
 
 def test_wide_sums(gpu: Gpu, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.machine import python_path
 from tests.gpu.runs import ROOT, SCRIPT
 from tests.gpu.test_same_bits import IMAGE, TARGETS, TEXT, assert_one_fingerprint
 from unisono.environment import inherited
@@ -21,7 +22,7 @@ def train(folder: Path, target: str, ranks: int | str, *words: str) -> dict[str,
     name, *own = target.split()
     command = [sys.executable, "-m", "unisono.cli.main", "run", name, "--run-dir", str(folder / "run")]
     command += ["--ranks", str(ranks), *(word for each in own for word in ("--set", each)), *words]
-    environment = inherited({"PYTHONPATH": str(ROOT), "GOLDEN_FOLDER": str(folder)})
+    environment = inherited({"PYTHONPATH": python_path(), "GOLDEN_FOLDER": str(folder)})
     process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     if process.returncode:
         return {"error": process.stderr[-2000:]}

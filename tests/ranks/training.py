@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,9 @@ class Weighted(torch.utils.data.Dataset):
         return self.data[int(torch.searchsorted(self.ends, drawn, right=True))]
 
 
+STILL = "still "
+"""Begins the kind of a model without dropout."""
+
 DATA: dict[str, Callable[[int], Any]] = {
     "mlp": Points,
     "sometimes": Sometimes,
@@ -145,13 +149,14 @@ def train(
 def loop(
     run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None, noise: bool
 ) -> dict[str, Any]:
-    data = DATA[kind](length)
-    model = run.place(TinyGPT if kind == "gpt" else MLP)
+    build = TinyGPT if kind.endswith("gpt") else MLP
+    data = DATA[kind.removeprefix(STILL)](length)
+    model = run.place(partial(build, dropout=0.0) if kind.startswith(STILL) else build)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     run.track(model=model, optimizer=optimizer, schedule=schedule)
     losses, norms, rounds, held = [], [], 0, {}
-    for step in run.steps(data, collate_fn=padded if kind == "gpt" else None):
+    for step in run.steps(data, collate_fn=padded if build is TinyGPT else None):
         if step.number in deals:
             held[step.number] = reassign(run, deals[step.number])
         louder = 1 + np.random.rand() * random.random() if noise else 1.0

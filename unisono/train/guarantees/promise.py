@@ -48,8 +48,6 @@ def _promise_here(context: RunContext) -> tuple[str, str]:
         return "tolerance", "; ".join(opaque)
     if why := order_dependent or unrepeatable or _benchmarks(context.device):
         return "tolerance", "; ".join(why)
-    if settings.speed.float8 in ("tensorwise", "rowwise"):
-        return "tolerance", f"speed.float8={settings.speed.float8}: float8 on a GPU was not tested yet"
     if progress.broken_promise:
         return "tolerance", progress.broken_promise
     exchange = progress.exchange or promise_of(settings, context.group.size)
