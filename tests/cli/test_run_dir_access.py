@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -189,6 +190,8 @@ def test_a_second_account_can_read_only_what_is_shared(
     words = ("--run-dir", str(place / "out"), "--set", f"secure.share={share}", *SETS)
     running = command.start("run", "script.py", "--ranks", "2", *words)
     command.wait_for("ready 0", "ready 1")
+    while list(place.glob("out/checkpoints/.*.unfinished")):  # a thread still writes, and renames its files
+        time.sleep(0.1)
     found = exposed(place / "out", command.temporary, running.pid)
     assert len(found["files"]) > 8
     assert found["sockets"]
