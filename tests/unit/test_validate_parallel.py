@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from tests.unit.test_config import Settings
 from unisono.config import CommandLine, ParallelSettings
 from unisono.config.mesh_shape import MeshShape
 from unisono.config.validate import check
-from unisono.parallel.one_process.data_parallel_threads import restore_forward
+from unisono.parallel.one_process.data_parallel_threads import restore_forward, seed_other_devices
 from unisono.parallel.one_process.devices import device_problems, devices_of
 from unisono.parallel.parallelize import promise_of_parallel
 
@@ -165,3 +168,32 @@ def test_a_replica_in_a_thread_has_its_own_forward() -> None:
     assert (out.tolist(), out.dtype, seen) == ([[3.0, 3.0]], torch.bfloat16, [])
     model(torch.ones(1, 3))
     assert seen == ["the original", "hook"]
+
+
+def test_generators_of_other_devices_follow_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout on the second device depends on the micro-batch alone, not on what the device computed before."""
+    states: dict[int, Any] = {0: torch.tensor([3, 4], dtype=torch.uint8), 1: 0, 2: 0}
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    fake = SimpleNamespace(
+        get_rng_state=lambda device: states[device.index],
+        device=on,
+        manual_seed=lambda seed: states.update({current[0]: seed}),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    devices = [torch.device("cuda", n) for n in range(3)]
+    seed_other_devices(devices)
+    first = [states[1], states[2]]
+    states.update({1: 7, 2: 7})
+    seed_other_devices(devices)
+    assert [states[1], states[2]] == first
+    assert len({*first, 0}) == 3
+    states[0] = torch.tensor([3, 5], dtype=torch.uint8)
+    seed_other_devices(devices)
+    assert states[1] not in first
