@@ -307,7 +307,7 @@ def test_a_script_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     assert trials.run() == 0
     rows = {row["option"]: row for row in last_json(capsys.readouterr().out)["options"]}
-    assert rows["fused-optimizer"]["bits"] == "other bits, promise stays exact"
+    assert rows["fused-optimizer"]["bits"] in ("other bits, promise stays exact", "same bits")  # by processor
     assert rows["flash-attention"]["bits"] == "same bits"
     assert rows["channels-last"]["promise"] == "exact"
     assert rows["channels-last"]["memory"] > 10**7

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from tests import rounding
 from tests.ranks.loops import attempt
 from unisono import SavedWeights, distill
 from unisono.config import ParallelSettings, Settings
@@ -137,7 +138,9 @@ def test_any_number_of_processes(tmp_path: Path, teacher_dir: Path, sizes: tuple
     for way in WAYS:
         assert runs[0][way][2] == "exact", runs[0][way]
         assert [found[way] for found in runs] == [runs[0][way]] * len(runs), way
-    assert runs[0]["cached"][:2] == runs[0]["soft"][:2]
+    assert runs[0]["cached"][1] == pytest.approx(runs[0]["soft"][1], rel=1e-5)
+    if not rounding.depends_on_batch_size():  # the cache is computed in larger batches
+        assert runs[0]["cached"][:2] == runs[0]["soft"][:2]
     assert runs[0]["hidden"][0] != runs[0]["soft"][0]
 
 

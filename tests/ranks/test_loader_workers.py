@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import default_collate
 
+from tests import rounding
 from tests.ranks import training
 from tests.ranks.loops import SETTINGS, Numbers, attempt, train
 from unisono.config import LoaderSettings, Settings
@@ -266,6 +267,7 @@ def test_bags_out_of_an_array_train_to_the_same_bits(tmp_path: Path) -> None:
             assert other == plain
 
 
+@pytest.mark.skipif(not rounding.depends_on_addresses(), reason=rounding.ALIKE)
 def test_bags_that_are_not_aligned_show_the_worker(tmp_path: Path) -> None:
     """The kernels of this machine do round by address. Without that, the test above would be meaningless."""
     (here,) = run_ranks(train_bags, 1, str(tmp_path / "here"), 0, False)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import rounding
 from tests.ranks import loops
 from tests.ranks.loops import SETTINGS, Loop, Numbers, loss_of, train, whole
 from unisono.config import LoaderSettings, ParallelSettings, PromiseSettings, Settings
@@ -350,25 +351,10 @@ def run_violations(world: World, folder: Path, names: list[str]) -> dict[str, An
     return found
 
 
-def rounding_depends_on_addresses() -> bool:
-    """Return whether a linear layer gives other bits for an input at another address, as on some processors."""
-    layer, memory, found = nn.Linear(13, 8), torch.zeros(41 * 13), set()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for rows in range(3, 40):
-        x = torch.randn(rows, 13)
-        for first in range(16):
-            moved = memory[first : first + x.numel()].view_as(x).copy_(x)
-            gradient, *_ = torch.autograd.grad(layer(moved).tanh().sum(), [layer.weight])
-            found.add((rows, gradient.numpy().tobytes()))
-    torch.set_num_threads(threads)
-    return len(found) > len({rows for rows, _ in found})
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_violations_are_named_in_the_first_steps(tmp_path: Path, size: int) -> None:
     names = [name for name, case in BROKEN.items() if case[2] == size]
-    if not rounding_depends_on_addresses():  # of this processor
+    if not rounding.depends_on_addresses():
         names = [name for name in names if BROKEN[name][1] is not no_alignment]
     for result in run_ranks(run_violations, size, tmp_path, names):
         for name in names:

@@ -54,8 +54,10 @@ def test_an_address_that_comes_later_is_waited_for(open_store: Open) -> None:
     writer, reader = open_store(), open_store()
     writer.set("0//cpu//0/0", "a")
     assert reader.get("0//cpu//0/0") == b"a"
-    threading.Timer(0.2, lambda: writer.set("0//cpu//0/1", "b")).start()
+    later = threading.Timer(0.2, lambda: writer.set("0//cpu//0/1", "b"))
+    later.start()
     assert reader.get("0//cpu//0/1") == b"b"
+    later.join()  # it waits for an answer, too
     assert reader.get("0//cpu//0/0") == b"a"  # again
     assert reader.requests == 3
 
