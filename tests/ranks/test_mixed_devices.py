@@ -153,7 +153,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def kind_for(accelerator: str, kind: str) -> str:
     """Return the kind of a model: without dropout on a GPU, whose random numbers differ from those of the CPU."""
-    return kind if accelerator else training.STILL + kind
+    return kind if accelerator else kind + training.WITHOUT_DROPOUT
 
 
 @pytest.mark.gpu

@@ -80,8 +80,8 @@ class Weighted(torch.utils.data.Dataset):
         return self.data[int(torch.searchsorted(self.ends, drawn, right=True))]
 
 
-STILL = "still "
-"""Begins the kind of a model without dropout."""
+WITHOUT_DROPOUT = " without dropout"
+"""Ends the kind of a model without dropout."""
 
 DATA: dict[str, Callable[[int], Any]] = {
     "mlp": Points,
@@ -149,9 +149,9 @@ def train(
 def loop(
     run: Run[Settings], kind: str, length: int, deals: dict[int, Any], stop_after: int | None, noise: bool
 ) -> dict[str, Any]:
-    build = TinyGPT if kind.endswith("gpt") else MLP
-    data = DATA[kind.removeprefix(STILL)](length)
-    model = run.place(partial(build, dropout=0.0) if kind.startswith(STILL) else build)
+    build = TinyGPT if kind.startswith("gpt") else MLP
+    data = DATA[kind.removesuffix(WITHOUT_DROPOUT)](length)
+    model = run.place(partial(build, dropout=0.0) if kind.endswith(WITHOUT_DROPOUT) else build)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     run.track(model=model, optimizer=optimizer, schedule=schedule)

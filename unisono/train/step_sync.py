@@ -54,11 +54,11 @@ def _read(value: Any) -> Any:
 
 
 def numbers_of(values: Sequence[Any]) -> list[float]:
-    """Return numbers, and tensors with one element, as numbers. Tensors on an accelerator are copied together."""
+    """Return numbers and tensors with one element as numbers. Copy tensors on an accelerator together."""
     away = [n for n, value in enumerate(values) if isinstance(value, torch.Tensor) and not value.is_cpu]
     found = dict.fromkeys(away, 0.0)
-    for dtype in {values[n].dtype for n in away}:
-        alike = [n for n in away if values[n].dtype is dtype]
+    for kind in {(values[n].dtype, values[n].device) for n in away}:
+        alike = [n for n in away if (values[n].dtype, values[n].device) == kind]
         copied = torch.stack([values[n].detach().reshape(()) for n in alike]).tolist()
         found.update(zip(alike, map(float, copied), strict=True))
     return [found[n] if n in found else float(value) for n, value in enumerate(values)]

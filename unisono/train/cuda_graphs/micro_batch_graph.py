@@ -194,7 +194,10 @@ def capture_on_cuda(passes: Sequence[Replay]) -> list[Replay]:
 
 
 def _renew_generator() -> None:
-    """Give the device a generator that no capture uses: a failed capture leaves torch's in the state of a capture, in
-    which nothing can be drawn outside of graphs."""
+    """Give the device a new generator.
+
+    A failed capture leaves the generator in the state of a capture, in which random numbers outside of graphs raise an
+    error.
+    """
     index = torch.cuda.current_device()
     torch.cuda.default_generators[index].graphsafe_set_state(torch.Generator(f"cuda:{index}").graphsafe_get_state())
