@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.ranks.test_exchange import on_hosts
+from unisono.distributed import link_rates
 from unisono.distributed.init import join_process_group as join
-from unisono.distributed.link_rates import find_links
+from unisono.distributed.link_rates import FASTEST, find_links
 from unisono.environment import World
 from unisono.testing import run_ranks
 
@@ -25,8 +27,17 @@ def test_all_processes_know_the_rate_of_every_link(hosts: str) -> None:
     first, *others = run_ranks(links_of, len(hosts), hosts, (0.0,) * len(hosts))
     assert all(other == first for other in others)
     assert len(first) == len(hosts)
-    assert all(1e5 < rate < 1e12 for rate in first)
+    assert all(1e5 < rate <= FASTEST for rate in first)
     assert all(first[rank] == first[hosts.index(host)] for rank, host in enumerate(hosts))
+
+
+def links_of_late_processes(world: World) -> tuple[float, ...]:
+    link_rates.time = SimpleNamespace(perf_counter=lambda: 1.0)  # type: ignore[assignment]
+    return links_of(world, "abc", (0.0,) * 3)
+
+
+def test_late_processes_do_not_count_as_faster_than_any_link() -> None:
+    assert run_ranks(links_of_late_processes, 3) == [(FASTEST,) * 3] * 3
 
 
 def test_two_hosts_have_no_rates() -> None:
