@@ -32,12 +32,14 @@ from unisono.config.schema import (
     MachineSettings,
     MetricsSettings,
     ParallelSettings,
+    PlanSettings,
     ProfileSettings,
     PromiseSettings,
     SecureSettings,
     ServerSettings,
     Settings,
     SpeedSettings,
+    TreeSettings,
     WatchdogSettings,
 )
 from unisono.config.toml_file import provenance_lines, read
@@ -49,6 +51,8 @@ __all__ = [
     "CompressSettings",
     "DdpSettings",
     "BalanceSettings",
+    "PlanSettings",
+    "TreeSettings",
     "DivergenceSettings",
     "MachineSettings",
     "LoaderSettings",

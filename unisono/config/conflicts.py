@@ -116,6 +116,7 @@ NOT_TREE = is_not("exchange", "tree")
 ONE_RANK = is_("virtual_ranks", 1, instead="2")
 PARAM_DTYPE = is_not("parallel.param_dtype", "fp32")
 PIPELINE = divided("pipeline")
+REPLANNED = is_("plan.auto", True, instead="false")
 SELECTIVE = is_("parallel.activation_checkpoint", "selective", instead="full")
 SERVER = is_("exchange", "server", instead="tree")
 PLAIN_TRANSPORT = is_("secure.transport", "plain", instead="tls")
@@ -158,6 +159,7 @@ def _exchange_rows() -> Iterator[Conflict]:
             yield Conflict(STEALING, chosen, "Idle processes take whole virtual ranks, which exchange=tree adds up.")
         if info.loop:
             yield Conflict(NOISE, chosen, "Its processes do not compute the gradient of one batch together.")
+            yield Conflict(REPLANNED, chosen, "Its processes do not make the same steps, so no time is that of all.")
         if info.not_recomputed:
             yield Conflict(AUDIT, chosen, info.not_recomputed)
         if info.has_section:

@@ -59,11 +59,13 @@ class ExchangeInfo:
 EXCHANGES: dict[str, ExchangeInfo] = {
     "tree": ExchangeInfo(
         "unisono.exchange.tree.tree_exchange:TreeExchange",
+        arguments=("settings",),
         axes=DIVIDING_AXES,
         reshard_by_layer=True,
         compressed="unisono.exchange.compression.compressed:CompressedTree",
         after_death="unisono.exchange.tree.dynamic_tree:DynamicTree",
         work_stealing="unisono.exchange.tree.dynamic_tree:DynamicTree",
+        has_section=True,
     ),
     "wide": ExchangeInfo(
         "unisono.exchange.reproducible_sum:ReproducibleSum",

@@ -178,6 +178,13 @@ class DdpSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TreeSettings:
+    """How gradients are sent under exchange=tree. It never changes the result."""
+
+    bucket_mb: float = setting(25.0, "bucket size of gradients, in megabytes", Range(0.001))
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompressSettings:
     """How gradients are compressed before they are sent."""
 
@@ -233,6 +240,13 @@ class BalanceSettings:
 
     by_speed: bool = setting(True, "assign more virtual ranks to faster processes")
     work_stealing: bool = setting(False, "let idle processes take virtual ranks that have not started elsewhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """What a run changes while it trains. It never changes the result."""
+
+    auto: bool = setting(False, "try other ways to compute the same bits while the run trains, and use those that pay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,11 +370,13 @@ class Settings:
     loader: LoaderSettings = field(default_factory=LoaderSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     speed: SpeedSettings = field(default_factory=SpeedSettings)
+    tree: TreeSettings = field(default_factory=TreeSettings)
     ddp: DdpSettings = field(default_factory=DdpSettings)
     compress: CompressSettings = field(default_factory=CompressSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     local_sgd: LocalSGDSettings = field(default_factory=LocalSGDSettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
     divergence: DivergenceSettings = field(default_factory=DivergenceSettings)
     track: str = setting(
         "", "experiment trackers, separated by commas: csv, tensorboard, mlflow, wandb, trackio, or module:Class"
@@ -383,11 +399,13 @@ SECTIONS = (
     LoaderSettings,
     ParallelSettings,
     SpeedSettings,
+    TreeSettings,
     DdpSettings,
     CompressSettings,
     ServerSettings,
     LocalSGDSettings,
     BalanceSettings,
+    PlanSettings,
     DivergenceSettings,
     MachineSettings,
     ProfileSettings,

@@ -47,16 +47,13 @@ def choose_exchange(
         world: All processes of the run; by default `group`.
     """
     ranks, target, info = settings.virtual_ranks, _target(settings), EXCHANGES[settings.exchange]
-    arguments = {"world": world or group, "settings": getattr(settings, settings.exchange, None)}
+    arguments = _arguments(settings, world or group)
 
     def uncompressed() -> Exchange:
-        more = {name: arguments[name] for name in info.arguments}
-        return build_exchange(info.target, params, ranks, group, **more)
+        return build_exchange(info.target, params, ranks, group, **arguments)
 
     def chosen() -> Exchange:
-        if target == info.target:
-            return uncompressed()
-        more = {"settings": settings.compress} if target == info.compressed else {}
+        more = {"settings": settings.compress} if target == info.compressed else arguments
         return build_exchange(target, params, ranks, group, **more)
 
     if target != info.compressed or not settings.compress.start_step:
@@ -66,12 +63,18 @@ def choose_exchange(
     return WarmupExchange(params, uncompressed(), exchange_class(target), chosen, settings.compress.start_step)
 
 
+def _arguments(settings: Settings, world: ProcessGroup) -> dict[str, Any]:
+    """Return what the class of an exchange is given besides parameters, virtual ranks and the group."""
+    known = {"world": world, "settings": getattr(settings, settings.exchange, None)}
+    return {name: known[name] for name in EXCHANGES[settings.exchange].arguments}
+
+
 def exchange_after_death(
     settings: Settings, params: Sequence[torch.nn.Parameter], group: ProcessGroup, world: ProcessGroup | None = None
 ) -> Exchange:
     """Build the exchange with which the survivors of a death continue the step."""
     if target := EXCHANGES[settings.exchange].after_death:
-        return build_exchange(target, params, settings.virtual_ranks, group)
+        return build_exchange(target, params, settings.virtual_ranks, group, **_arguments(settings, world or group))
     return choose_exchange(settings, params, group, world)
 
 

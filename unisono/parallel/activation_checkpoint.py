@@ -54,16 +54,20 @@ class ActivationCheckpoint(ForwardWrapper):
     Args:
         layer: The layer.
         selective: Keep the results of the operators in KEPT.
+
+    Attributes:
+        recomputes: False: the layer keeps its activations, as without this wrapper. It may change between two steps.
     """
 
     def __init__(self, layer: nn.Module, *, selective: bool) -> None:
         super().__init__(layer)
+        self.recomputes = True
         self.contexts: Callable[[], Contexts] | None = None
         if selective and not any(isinstance(part, RECURRENT) for part in layer.modules()):
             self.contexts = partial(create_selective_checkpoint_contexts, save_policy)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _is_within_checkpoint():
+        if not self.recomputes or not torch.is_grad_enabled() or _is_within_checkpoint():
             return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # a graph has no buffers that change unseen
             checkpointed = partial(checkpoint, self.forward, use_reentrant=False)

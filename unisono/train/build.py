@@ -39,6 +39,7 @@ from unisono.train.recording.noise_scale import build_noise_scale
 from unisono.train.recovery.crash_handoff import hands_off
 from unisono.train.recovery.replication import build_replication
 from unisono.train.recovery.step_recovery import StepRecovery, build_recovery
+from unisono.train.replan.replanner import build_replanner
 from unisono.train.state.resume import check_exchange, check_kernels, check_length, check_ties
 from unisono.train.step import Step, StepParts
 from unisono.train.tracking.tracker_process import build_tracking
@@ -290,6 +291,7 @@ def _build_extensions(context: RunContext, parts: LoopParts) -> list[Extension]:
         first, note = context.progress.steps_done, context.monitor.note
         found.append(Rebalancer(settings, mesh, parts.source, context.step_sync, note, first, promise))
     found += build_noise_scale(context, parts)
+    found += build_replanner(context, parts)
     found.append(EventRecorder(context, parts))
     found += build_machine_sampling(context)
     found += build_tracking(context)

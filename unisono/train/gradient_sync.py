@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -258,6 +259,12 @@ class GradientSync:
         """Rebuild every exchange when its next pass begins, because the group of processes has changed."""
         for gradient in self._gradients.values():
             gradient.stale = True
+
+    def set_bucket_size(self, megabytes: float) -> None:
+        """Send gradients in buckets of another size from the next pass on. All processes call this together."""
+        self.settings = replace(self.settings, tree=replace(self.settings.tree, bucket_mb=megabytes))
+        for gradient in self._gradients.values():
+            gradient.settings, gradient.stale = self.settings, True
 
     def split(self, mesh: Mesh, block: tuple[int, int]) -> None:
         """Let the processes of `mesh` run steps by themselves over these virtual ranks, from the next step on."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,12 +26,21 @@ from unisono.exchange.gradient_accumulation import FlatGradient
 from unisono.exchange.tree.tree_exchange import TreeExchange
 from unisono.plan.reduction_tree import Node, NodeHeap, ScatteredPlan
 
+if TYPE_CHECKING:
+    from unisono.config.schema import TreeSettings
+
 
 class DynamicTree(TreeExchange):
     """A tree exchange that also supports steps without spans: call `begin` with empty spans."""
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
-        super().__init__(params, virtual_ranks, group)
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        virtual_ranks: int,
+        group: ProcessGroup,
+        settings: TreeSettings | None = None,
+    ) -> None:
+        super().__init__(params, virtual_ranks, group, settings)
         self._dynamic = self._is_recovery = False
         self._heap: NodeHeap[FlatGradient | None] = NodeHeap(virtual_ranks, self._sum)
         self._dynamic_leaf: FlatGradient | None = None

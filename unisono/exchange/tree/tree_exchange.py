@@ -24,7 +24,7 @@ sum. Messages that arrive need the room of two buckets.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,6 +40,9 @@ from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.plan.halving import find_halving
 from unisono.plan.link_shares import are_unlike
 from unisono.plan.reduction_tree import Fold, Node, Plan, parent
+
+if TYPE_CHECKING:
+    from unisono.config.schema import TreeSettings
 
 BUCKETS = 16
 """At least so many buckets where links have unlike rates."""
@@ -61,13 +64,21 @@ class TreeExchange(BucketedExchange):
         params: The parameters.
         virtual_ranks: The number of leaves of the tree.
         group: The processes that exchange gradients.
+        settings: The size of buckets; None: BUCKET_BYTES.
     """
 
     promise = "exact"
     reason = "one fixed tree adds the gradients of the virtual ranks, wherever they were computed"
 
-    def __init__(self, params: Sequence[torch.nn.Parameter], virtual_ranks: int, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        virtual_ranks: int,
+        group: ProcessGroup,
+        settings: TreeSettings | None = None,
+    ) -> None:
         self.params = params
+        self._bucket_bytes = BUCKET_BYTES if settings is None else round(settings.bucket_mb * 2**20)
         self.virtual_ranks = virtual_ranks
         self.group = group
         self.layout = self._build_layout()
@@ -84,7 +95,9 @@ class TreeExchange(BucketedExchange):
         self._result: FlatGradient | None = None
 
     def _build_layout(self) -> BucketLayout:
-        return BucketLayout(self.params, self.group.size, bucket_bytes(self.params, self.group.links))
+        return BucketLayout(
+            self.params, self.group.size, bucket_bytes(self.params, self.group.links, self._bucket_bytes)
+        )
 
     def _build_transport(self, plan: Plan) -> Any:
         halving = find_halving(routes_of(plan, self.group))
@@ -272,13 +285,13 @@ def _target(left: PartialSum, right: PartialSum) -> PartialSum:
     return right if left is None else left
 
 
-def bucket_bytes(params: Sequence[torch.nn.Parameter], links: Sequence[float]) -> int:
-    """Return the most bytes of a bucket.
+def bucket_bytes(params: Sequence[torch.nn.Parameter], links: Sequence[float], most: int) -> int:
+    """Return the most bytes of a bucket, `most` where links have like rates.
 
     A host that owns nothing sends partial sums, and receives totals. Its link is used in both directions only while the
     totals of one bucket travel with the partial sums of a later one: many small buckets keep both busy.
     """
     if not are_unlike(links):
-        return BUCKET_BYTES
+        return most
     total: int = sum(to_local(p.detach()).nbytes for p in params)
-    return min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // BUCKETS))
+    return min(most, max(SMALLEST_BUCKET_BYTES, total // BUCKETS))

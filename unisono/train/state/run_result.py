@@ -26,7 +26,7 @@ RESERVED = frozenset(
         *("promise", "reason", "verified_steps", "survival", "weights_sha256", "stopped", "phases", "skipped"),
         *("bytes_per_step", "bytes_uncompressed", "bytes_sent", "bytes_received", "bytes_source"),
         *("device", "energy", "cuda_graphs", "deaths", "joined", "worker_restarts", "assignments", "claimed_steps"),
-        "noise_scale",
+        *("noise_scale", "plan"),
         *("audit", "audits", "sites", "servers", "lost_workers", "late_mean", "late_most"),
         *("handed_out_again", "dropped_gradients"),
     }
