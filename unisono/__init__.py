@@ -45,7 +45,7 @@ _EXPORTS = {
     "StuckError": "unisono.errors",
 }
 
-_MODULES = ("distill", "pruning", "ray")
+_MODULES = ("distill", "pruning", "ray", "scaling")
 
 __all__ = ["__version__", *_EXPORTS]
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from unisono import distill as distill
     from unisono import pruning as pruning
     from unisono import ray as ray
+    from unisono import scaling as scaling
     from unisono.checkpoint.saved_weights import SavedWeights as SavedWeights
     from unisono.config import CheckpointSettings as CheckpointSettings
     from unisono.config import LoaderSettings as LoaderSettings

@@ -46,6 +46,7 @@ STEPS = {
     "local_sgd": 7,
     "param_server": 7,
     "pruning": 7,
+    "scaling": 7,
     "recipes": 8,
     "testing": 8,
     "cli": 9,
