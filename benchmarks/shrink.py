@@ -157,6 +157,7 @@ def speech_task() -> Task:
         forward=speech.frame_logits,
         predict=speech.clip_log_probabilities,
         collate=speech.pad,
+        temperature=2.0,
     )
 
 
