@@ -139,7 +139,7 @@ def test_shards_with_an_index_and_the_tokenizer(command: Command) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_gguf_file_has_the_weights(command: Command, kind: str) -> None:
-    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
+    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install 'unisono[gguf]'")
     report = exported(command, kind, "model.gguf", "--format", "gguf", "--no-evaluate")
     assert (report["architecture"], report["tokenizer"], report["relative"]) == (kind, "gpt2", 0.0)
     reader = gguf.GGUFReader(command.folder / "model.gguf")
@@ -161,7 +161,7 @@ def test_a_gguf_file_has_the_weights(command: Command, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_quantized_gguf_file(command: Command) -> None:
-    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
+    gguf: Any = pytest.importorskip("gguf", reason="needs gguf: pip install 'unisono[gguf]'")
     report = exported(command, "gpt2", "model.gguf", "--format", "gguf", "--quantize", "int8")
     assert report["relative"] < 1e-6
     assert 1e-3 < report["relative_to_unquantized"] < 0.05
@@ -192,7 +192,7 @@ print(json.dumps({"logits": np.array(model.scores[: len(tokens)]).tolist(), "ids
 def test_llama_cpp_computes_the_same_logits(command: Command, kind: str) -> None:
     for package in ("gguf", "llama_cpp"):
         if find_spec(package) is None:
-            pytest.skip(f"needs {package}: pip install gguf llama-cpp-python")
+            pytest.skip(f"needs {package}: pip install 'unisono[gguf]' llama-cpp-python")
     exported(command, kind, "model.gguf", "--format", "gguf", "--no-evaluate")
     exported(command, kind, "folder", "--format", "hf", "--no-evaluate")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -252,7 +252,7 @@ REFUSED = {
 def test_models_that_a_format_cannot_hold(command: Command, name: str) -> None:
     kind, format_, expected = REFUSED[name]
     if format_ == "gguf":
-        pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
+        pytest.importorskip("gguf", reason="needs gguf: pip install 'unisono[gguf]'")
     command.script(SCRIPT)
     command.train("out", f"--set=kind={kind}", "--set=tokenizer=none")
     ended = command.run("export", "out", "model", "--format", format_, times=10)

@@ -10,10 +10,10 @@ of the training loop. The run itself is not touched.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -58,6 +58,9 @@ def capturing(model: torch.nn.Module) -> Iterator[Capture]:
 class ProgramExport(Extension):
     """Compute one virtual rank of a step, export the model with the inputs of its first call, and end the run.
 
+    A loop with several passes, such as one of a teacher and two students, may call the model in a later one. Then the
+    script computes the whole step, without updates, until a pass has called the model.
+
     Args:
         request: What to write.
         context: The context of the run.
@@ -67,26 +70,50 @@ class ProgramExport(Extension):
     def __init__(self, request: ExportRequest, context: RunContext, parts: LoopParts) -> None:
         self._request, self._context = request, context
         self._spare = SpareRounds(parts.source, context.models, parts.checks)
+        parts.sync.steps_optimizers = False
+        self._later = ExitStack()
+        self._capture = Capture()
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         progress = context.progress
         progress.steps_done = max(min(progress.steps_done, progress.last - 1), 0)  # a run that has ended, too
 
+    @property
+    def _model(self) -> torch.nn.Module:
+        return self._context.state.model_named(self._request.model)
+
     def extra_rounds(self, step: StepState, gradient: GradientPass) -> Iterator[Any]:
-        model = self._context.state.model_named(self._request.model)
         gradient.prepare()
-        before = [buffer.clone() for buffer in model.buffers()]
-        with capturing(model) as capture, gradients_aside(gradient):
+        self._before = [(each, each.clone()) for each in self._model.buffers()]
+        with capturing(self._model) as capture, gradients_aside(gradient):
             yield from self._spare.rounds(step, gradient, 0)
-        for buffer, value in zip(model.buffers(), before, strict=True):
-            buffer.copy_(value)
-        if capture.call is None:
-            raise LoopError(
-                f"The loop of the script does not call the model {type(model).__name__} in its first pass.",
-                "An export needs the inputs of a call as an example.",
-                "name another model (--model NAME), or export the weights (--format safetensors).",
-            )
+        if capture.call is not None:
+            self._export(capture.call)
+        self._before += [(each, each.detach().clone()) for each in self._model.parameters()]
+        self._capture = self._later.enter_context(capturing(self._model))
+
+    def gradient_ready(self, step: StepState, gradient: GradientPass) -> None:
+        if self._capture.call is not None:
+            self._export(self._capture.call)
+
+    def step_ended(self, step: StepState) -> None:
+        if self._capture.call is not None:
+            self._export(self._capture.call)
+        raise LoopError(
+            f"The loop of the script does not call the model {type(self._model).__name__} in its first step.",
+            "An export needs the inputs of a call as an example.",
+            "name another model (--model NAME), or export the weights (--format safetensors).",
+        )
+
+    def _export(self, call: ModelCall) -> NoReturn:
+        """Write the model as it was before the step, and end the run."""
+        self._later.close()
+        model = self._model
+        with torch.no_grad():
+            for tensor, value in self._before:
+                tensor.copy_(value)
         if isinstance(model.forward, AutocastForward):
             model.forward = model.forward.forward
-        write_program(self._request, model, capture.call, script_evaluates())
+        write_program(self._request, model, call, script_evaluates())
         raise RunStopped
 
 

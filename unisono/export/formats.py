@@ -96,6 +96,9 @@ BASE = "base"
 WEIGHTS = "safetensors"
 """The format that holds weights only."""
 
+ADAPTER = "peft"
+"""The format that holds an adapter alone."""
+
 FORMATS = {
     WEIGHTS: ProgramFormat("a file of weights", ".safetensors"),
     "torch": ProgramFormat("a program of torch.export", ".pt2", bound=1e-6),
@@ -104,12 +107,12 @@ FORMATS = {
     ),
     "onnx": ProgramFormat("a model of ONNX", ".onnx", ("onnx", "onnxscript", "onnxruntime")),
     "executorch": ProgramFormat(
-        "a program for the runtime of ExecuTorch", ".pte", ("executorch",), install="executorch>=1.1"
+        "a program for the runtime of ExecuTorch", ".pte", ("executorch",), install="unisono[executorch]"
     ),
     "hf": ProgramFormat(
         "a folder of Hugging Face's transformers", "", ("transformers",), bound=1e-6, install="unisono[huggingface]"
     ),
-    "peft": ProgramFormat(
+    ADAPTER: ProgramFormat(
         "an adapter of Hugging Face's peft", "", ("transformers", "peft"), bound=1e-6, install="unisono[adapters]"
     ),
     "gguf": ProgramFormat(
@@ -117,7 +120,7 @@ FORMATS = {
         ".gguf",
         ("transformers", "gguf"),
         bound=1e-6,
-        install="gguf>=0.17' 'unisono[huggingface]",
+        install="unisono[gguf]",
     ),
 }
 """Formats by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import LoopError
 from unisono.export.adapters import has_adapter, merge_adapter, require_transformer, write_adapter
-from unisono.export.formats import FORMATS, PROGRAMS, WEIGHTS, ExportRequest
+from unisono.export.formats import ADAPTER, FORMATS, PROGRAMS, WEIGHTS, ExportRequest
 from unisono.export.gguf_file import round_weights, write_gguf
 from unisono.export.quantization import (
     forget_quantized,
@@ -43,10 +43,12 @@ quantized."""
 def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCall, evaluates: bool) -> None:
     """Write a model in a format, with samples and facts.
 
+    Adapters are merged into the weights, except by the format for an adapter alone.
+
     Args:
         request: What to write. The folder must exist. For a quantization, the unquantized model is written, too, to a
             folder in it.
-        model: The model, whole and on one device. A quantization changes it.
+        model: The model, whole and on one device. A quantization changes it, and merging does.
         call: Inputs of a call.
         evaluates: Whether the script has an evaluation.
 
@@ -54,9 +56,9 @@ def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCal
         LoopError: The model cannot be exported in this format, or cannot be quantized.
     """
     folder, quantize = Path(request.folder), request.quantize
+    first = folder / UNQUANTIZED if quantize else folder
+    first.mkdir(exist_ok=True)
     model.eval()
-    if has_adapter(model):
-        model.float()  # weights of 16 bits would be rounded again when the adapter is merged
     call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
     facts: dict[str, Any] = {
         "class": type(model).__name__,
@@ -64,34 +66,41 @@ def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCal
         "samples": call.samples(),
         "evaluates": evaluates,
     }
-    bare = model
-    if request.format in (*PROGRAMS, WEIGHTS) and returns_its_own_class(model):
-        model, call = PlainOutputs(model), call.without("labels")
-        if request.format == "executorch":  # it cannot lower the layout of outputs of torch's fused attention
-            bare.set_attn_implementation("eager")  # type: ignore[operator]
+    base: Any = model.get_base_model() if has_adapter(model) else model  # type: ignore[operator]
+    plain = request.format in (*PROGRAMS, WEIGHTS) and returns_its_own_class(base)
+    call = call.without("labels") if plain else call
     calls = [call, call.first(call.samples() // 2)] if call.samples() >= 4 else [call]
+    if has_adapter(model):
+        model.float()  # weights of 16 bits would be rounded again when the adapter is merged
     if quantize:
-        without_fake_quantizers(bare, quantize)
-        (folder / UNQUANTIZED).mkdir()
-        before, _ = _write(replace(request, quantize=""), model, calls, folder / UNQUANTIZED)
+        without_fake_quantizers(model, quantize)
+    expected = write_samples(first, model, calls)
+    if has_adapter(model) and request.format != ADAPTER:
+        model, merged = merge_adapter(model, folder)
+        facts |= merged
+    bare: Any = model
+    if plain:
+        model = PlainOutputs(model)
+        if request.format == "executorch":  # it cannot lower the layout of outputs of torch's fused attention
+            bare.set_attn_implementation("eager")
+    if quantize:
+        _write(replace(request, quantize=""), model, call, first)
         if request.format == "gguf":
             facts |= round_weights(bare, quantize)
         else:
             facts |= quantize_linear(bare, quantize, plain=request.format != WEIGHTS)
-    after, more = _write(request, model, calls, folder)
-    if quantize:
-        facts["relative_to_unquantized"] = largest_relative(before, after)
-    (folder / FACTS).write_text(json.dumps({**facts, **more}), encoding="utf-8")
+        found = write_samples(folder, model, calls)
+        facts["relative_to_unquantized"] = largest_relative(expected, found)
+        facts.pop("bound", None)  # of merging, which comes before
+    facts |= _write(request, model, call, folder)
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _write(
-    request: ExportRequest, model: torch.nn.Module, calls: Sequence[ModelCall], folder: Path
-) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Write the program and the samples. Return the outputs and what the writer knows."""
+def _write(request: ExportRequest, model: torch.nn.Module, call: ModelCall, folder: Path) -> dict[str, Any]:
+    """Write the program to a folder. Return what the writer knows."""
     name = request.format
-    outputs = write_samples(folder, model, calls)
     try:
-        return outputs, WRITERS[name](model, calls[0], folder / f"{PROGRAM}{FORMATS[name].suffix}", request)
+        return WRITERS[name](model, call, folder / f"{PROGRAM}{FORMATS[name].suffix}", request)
     except LoopError:
         raise
     except Exception as error:  # torch raises many kinds
@@ -209,24 +218,18 @@ def _sizes_of_example(program: torch.export.ExportedProgram, call: ModelCall) ->
 
 
 def write_hf(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
-    """Write a folder that from_pretrained reads: configuration, weights in shards, their index, and a tokenizer.
-
-    Adapters are merged into the weights.
-    """
-    more: dict[str, Any] = {}
-    if has_adapter(model):
-        model, more = merge_adapter(model, path.parent)
+    """Write a folder that from_pretrained reads: configuration, weights in shards, their index, and a tokenizer."""
     require_transformer(model, "hf")
     model.save_pretrained(path, max_shard_size=request.shard_size)  # type: ignore[operator]
     shards = len(list(path.glob("*.safetensors")))
-    return {**more, "shards": shards, "tokenizer": write_tokenizer(request, model, path)}
+    return {"shards": shards, "tokenizer": write_tokenizer(request, model, path)}
 
 
 def write_peft(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
     """Write a folder with an adapter alone, which peft loads onto the base model."""
     if not has_adapter(model):
         raise LoopError(
-            f"Cannot export the {type(model).__name__} as {FORMATS['peft'].text}.",
+            f"Cannot export the {type(model).__name__} as {FORMATS[ADAPTER].text}.",
             "It has no adapter: it is no PeftModel.",
             "--format hf for a model of transformers, --format torch for any other model",
         )
@@ -234,11 +237,8 @@ def write_peft(model: torch.nn.Module, call: ModelCall, path: Path, request: Exp
 
 
 def write_gguf_file(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
-    """Write a file that llama.cpp reads. Adapters are merged into the weights."""
-    more: dict[str, Any] = {}
-    if has_adapter(model):
-        model, more = merge_adapter(model, path.parent)
-    return {**more, **write_gguf(model, path, request)}
+    """Write a file that llama.cpp reads."""
+    return write_gguf(model, path, request)
 
 
 def write_weights(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
