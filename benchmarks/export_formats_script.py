@@ -64,7 +64,8 @@ def lora() -> nn.Module:
 
 def resnet() -> ResNetForImageClassification:
     """Return a ResNet of two stages, for images in color."""
-    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1], num_labels=CLASSES)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[1, 1])
+    config.num_labels = CLASSES
     return ResNetForImageClassification(config)
 
 

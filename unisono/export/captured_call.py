@@ -76,6 +76,7 @@ class ProgramExport(Extension):
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         progress = context.progress
         progress.steps_done = max(min(progress.steps_done, progress.last - 1), 0)  # a run that has ended, too
+        parts.source.follow(iter([progress.steps_done]))
 
     @property
     def _model(self) -> torch.nn.Module:

@@ -68,8 +68,8 @@ def write_gguf(model: torch.nn.Module, path: Path, request: ExportRequest) -> di
     """
     import gguf
 
-    config: Any = model.config
     architecture = _architecture(model)
+    config: Any = model.config
     tensors = list(_tensors(model))
     writer = gguf.GGUFWriter(path, architecture)
     kind = gguf.LlamaFileType.MOSTLY_Q8_0 if request.quantize else gguf.LlamaFileType.ALL_F32
@@ -173,8 +173,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[FileTensor]:
     """Return the parameters of a model with their forms in the file. A tied output layer is left out."""
     import gguf
 
-    config: Any = model.config
     architecture = gguf.MODEL_ARCH[_architecture(model).upper()]
+    config: Any = model.config
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, parameter in model.named_parameters():  # names a tied one once, as the embedding
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
