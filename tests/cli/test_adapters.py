@@ -204,3 +204,19 @@ def test_a_prompt_alone(command: Command) -> None:
     ended = command.run("export", "out", "folder", "--format", "peft", "--json", times=5)
     assert ended.status == 0, ended.err
     assert last_json(ended.out)["class"] == "PROMPT_TUNING adapter of LlamaForCausalLM"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("--quantize", "int8")], ids=["float", "int8"])
+def test_a_program_has_the_adapter_merged(command: Command, words: tuple[str, ...]) -> None:
+    trained(command)
+    ended = command.run("export", "out", "model.pt2", "--format", "torch", *words, "--json", times=5)
+    assert ended.status == 0, ended.err
+    report = last_json(ended.out)
+    assert (report["class"], report["merged"]) == ("LlamaForCausalLM", ["default"])
+    assert report["relative"] < 1e-5
+    code = "import sys, torch; m = torch.export.load(sys.argv[1]).module(); "
+    code += "print(list(m(input_ids=torch.arange(21).view(3, 7))['logits'].shape), 'transformers' in sys.modules)"
+    path = str(command.folder / "model.pt2")
+    done = subprocess.run([sys.executable, "-I", "-c", code, path], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[3, 7, 32] False"

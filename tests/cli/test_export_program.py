@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.cli.command import Command, last_json
 
@@ -103,6 +104,46 @@ def test_a_program_has_the_outputs_of_the_model(command: Command, words: tuple[s
     assert torch.equal(large, program(torch.ones(50, 4))), "dropout is active"
     assert large.shape == (50, 3)
     assert (large[0] - large[1]).abs().max() < 1e-6, "batch norm computes statistics of the batch"
+
+
+SEVERAL = """
+import torch
+import unisono
+
+def total(output, x):
+    return output.sum(), len(x)
+
+def main(run):
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)))
+    models = {name: run.place(lambda: torch.nn.Linear(4, 2)) for name in ("first", "second", "unused")}
+    optimizers = {f"{name}_optimizer": torch.optim.SGD(each.parameters(), lr=0.1) for name, each in models.items()}
+    run.track(**models, **optimizers)
+    for step in run.steps(data):
+        for name in ("first", "second"):
+            step.run(models[name], total, over=[optimizers[f"{name}_optimizer"]])
+            step.update(optimizers[f"{name}_optimizer"])
+
+if __name__ == "__main__":
+    unisono.main(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_a_later_pass_calls(command: Command) -> None:
+    """The first pass of the step trains another model. No optimizer steps, so the weights are those of the run."""
+    command.script(SEVERAL)
+    assert command.run("run", "script.py", "--run-dir", "out", "--set", "steps=3", "--set", "batch=16").status == 0
+    ended = command.run("export", "out", "second.pt2", "--format", "torch", "--model", "second")
+    assert ended.status == 0, ended.err
+    assert command.run("export", "out", "second.safetensors", "--model", "second").status == 0
+    weights = load_file(command.folder / "second.safetensors")
+    found = torch.export.load(command.folder / "second.pt2").module().state_dict()
+    assert {name.removeprefix("second."): value.tolist() for name, value in weights.items()} == {
+        name: value.tolist() for name, value in found.items()
+    }
+    ended = command.run("export", "out", "unused.pt2", "--format", "torch", "--model", "unused")
+    assert (ended.status, "does not call the model Linear in its first step" in ended.err) == (1, True), ended.err
+    assert not (command.folder / "unused.pt2").exists()
 
 
 @pytest.mark.slow
