@@ -180,7 +180,7 @@ def write_onnx(model: torch.nn.Module, call: ModelCall, path: Path, request: Exp
 
 
 def write_executorch(model: torch.nn.Module, call: ModelCall, path: Path, request: ExportRequest) -> dict[str, Any]:
-    """Write a program for the runtime of ExecuTorch, with the operators that XNNPACK has.
+    """Write a program for the runtime of ExecuTorch, with the operators of XNNPACK if it takes the model.
 
     The runtime plans its memory in advance, so the sizes of the example are the largest ones.
     """
@@ -191,18 +191,22 @@ def write_executorch(model: torch.nn.Module, call: ModelCall, path: Path, reques
     for symbol, known in list(program.range_constraints.items()):
         program.range_constraints[symbol] = ValueRanges(known.lower, largest.get(symbol, known.upper))
     sizes = _sizes(program)
-    path.write_bytes(_lowered(program))
-    return {"inputs": sizes}
+    try:
+        content, operators = _lowered(program, xnnpack=True), "XNNPACK"
+    except Exception:  # XNNPACK refuses some layouts, and more than one free size
+        content, operators = _lowered(program, xnnpack=False), "portable"
+    path.write_bytes(content)
+    return {"inputs": sizes, "operators": operators}
 
 
-def _lowered(program: torch.export.ExportedProgram) -> bytes:
-    """Return the content of a file of ExecuTorch."""
+def _lowered(program: torch.export.ExportedProgram, *, xnnpack: bool) -> bytes:
+    """Return the content of a file of ExecuTorch, with operators of XNNPACK or only its own portable ones."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
+        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()] if xnnpack else [])
     return bytes(lowered.to_executorch().buffer)
 
 
