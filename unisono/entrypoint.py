@@ -157,6 +157,12 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         with _own_arguments(start.request):
             dry_run(train, loaded.settings, world)
         return
+    if request.trace.startswith(FAKE):
+        from unisono.train.costs.fake_step import count_fake_step
+
+        with _own_arguments(start.request):
+            count_fake_step(train, loaded.settings, world, Path(request.trace.removeprefix(FAKE)))
+        return
     settings = loaded.settings
     joining = join(world, divided=settings.parallel.shard != 1, backend=settings.backend, secure=settings.secure)
     watch = StatusThread(settings.watchdog, world, encrypted=settings.secure.transport == "tls")
@@ -295,6 +301,9 @@ def _leave_result(context: RunContext, result: dict[str, Any], *, new: bool) -> 
 LOCK_SECONDS = 5.0
 """Seconds to wait for the locks of a main process that has died."""
 
+FAKE = "fake:"
+"""The kind of --trace that counts a step of fake tensors; a folder for the record follows."""
+
 INSPECTIONS = {
     "evidence": "unisono.train.diagnostics.dump:dump_run",
     "replay": "unisono.train.diagnostics.replay_step:replay_run",
@@ -303,6 +312,8 @@ INSPECTIONS = {
     "timing": "unisono.train.diagnostics.timed_steps:time_run",
     "quality": "unisono.export.script_evaluation:evaluate_run",
     "flops": "unisono.train.recording.flop_count:count_flops",
+    "costs": "unisono.train.costs.step_costs:measure_costs",
+    "parts": "unisono.train.costs.memory_parts:count_memory",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""
 

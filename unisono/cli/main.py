@@ -35,6 +35,7 @@ from unisono.cli.inspect.top import top
 from unisono.cli.inspect.verify import verify
 from unisono.cli.inspect.watch import watch
 from unisono.cli.logs.logs_command import logs
+from unisono.cli.planning.plan_command import plan
 from unisono.cli.prediction.predict_command import predict
 from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
@@ -58,6 +59,7 @@ Examples:
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
   unisono speedup train.py              try faster kernels
+  unisono plan train.py --ranks 8       predict memory and time of placements
   unisono replay runs/mine --step 43    repeat a step of a run on one process
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
@@ -118,6 +120,11 @@ SPEEDUP = """\
   unisono speedup train.py               all options, on one process
   unisono speedup text --ranks 2 --only fused-optimizer --only bf16
   unisono speedup train.py --steps 30 --rounds 5 --json
+"""
+PLAN = """\
+  unisono plan train.py                  up to one process for each core
+  unisono plan train.py --ranks 8 --memory 24GB
+  unisono plan text --ranks 2 --virtual-ranks --set model.width=512
 """
 AUDIT = """\
   unisono audit train.py                 a script from its beginning
@@ -192,6 +199,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (speedup, TRAIN, SPEEDUP),
+    (plan, TRAIN, PLAN),
     (check, VERIFY, CHECK),
     (prove, VERIFY, PROVE),
     (audit, VERIFY, AUDIT),
@@ -275,12 +283,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, plan):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `check`, `prove`, `audit` and `doctor` pass "
-            "arguments to a script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `check`, `prove`, `audit` and "
+            "`doctor` pass arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

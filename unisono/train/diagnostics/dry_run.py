@@ -46,7 +46,7 @@ class DryRunRefused(SettingsError):
     """The run would refuse this model."""
 
 
-class _LoopReached(BaseException):
+class LoopReached(BaseException):
     """The script has reached code that needs the other processes. It is not an Exception, so no script catches it."""
 
 
@@ -71,7 +71,7 @@ def dry_run(train: Callable[[Run[S]], None], settings: S, world: World) -> bool:
         seed_everything(mix(settings.seed, SCRIPT))
         try:
             train(run)
-        except _LoopReached:
+        except LoopReached:
             return True
         except DryRunRefused:
             raise
@@ -122,7 +122,7 @@ class DryRun(Run[S]):
         def batch() -> Any:
             """Return the first micro-batch, if a model needs one."""
             if self.context.mesh.tensor.size == self.context.mesh.context.size == 1 or not hasattr(data, "__getitem__"):
-                raise _LoopReached
+                raise LoopReached
             share = -(-self.settings.batch // self.settings.virtual_ranks)
             samples = range(min(share, self.settings.micro_batch or share, length_of(data, "The training set")))
             many = hasattr(data, "__getitems__")
@@ -130,7 +130,7 @@ class DryRun(Run[S]):
             return (collate_fn or default_collate)(rows)
 
         yield _FirstStep(self, batch)
-        raise _LoopReached
+        raise LoopReached
 
     def _look_at_numbers(self, params: Iterable[torch.nn.Parameter]) -> None:
         with _refusing():
@@ -138,7 +138,7 @@ class DryRun(Run[S]):
 
     def _end(self, *_: Any, **__: Any) -> NoReturn:
         """End the dry run, because this call needs all processes."""
-        raise _LoopReached
+        raise LoopReached
 
     predict = _end
     collectives = property(_end)
@@ -170,16 +170,16 @@ class _FirstStep:
     ) -> NoReturn:
         for batch in self.over(*over) if over else self:
             (forward or call)(model, batch)
-        raise _LoopReached
+        raise LoopReached
 
     def _rounds(self, params: Iterable[torch.nn.Parameter]) -> Iterator[Any]:
         self._run._look_at_numbers(params)
         with self._run.context.models.context.part(self._batch()) as batch:
             yield batch
-        raise _LoopReached
+        raise LoopReached
 
     def __getattr__(self, _: str) -> NoReturn:
-        raise _LoopReached
+        raise LoopReached
 
 
 class _Attention(ContextParallel):
@@ -188,7 +188,7 @@ class _Attention(ContextParallel):
     def attend(self, query: Any, key: Any, *_: Any, **__: Any) -> NoReturn:
         with _refusing():
             self.check_shapes(query, key)
-        raise _LoopReached
+        raise LoopReached
 
 
 def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
@@ -199,7 +199,7 @@ def _look(model: torch.nn.Module, args: Any, kwargs: Any) -> NoReturn:
     if isinstance(found, ShardedForward):
         with _refusing():
             found.heads.check(args, kwargs)
-    raise _LoopReached
+    raise LoopReached
 
 
 @contextmanager

@@ -1,0 +1,135 @@
+"""The predictions of `unisono plan`: copies of the gradient, memory by part, time, candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from unisono.cli.planning.plan_command import bytes_of_text
+from unisono.config import CommandLine
+from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
+from unisono.costs.memory_model import memory_of, moments
+from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, costs_of
+from unisono.costs.time_model import Machine, MeasuredLinks, rounds_of_busiest, seconds_of
+from unisono.errors import SettingsError
+from unisono.plan.assignment import assign_evenly
+from unisono.plan.reduction_tree import copies
+
+MB = 10**6
+COSTS = RecordedCosts(
+    state=StateBytes(100 * MB, MB, 100 * MB, 200 * MB, ((40 * MB, 40 * MB), (40 * MB, 40 * MB), (20 * MB, 20 * MB))),
+    rounds=RoundBytes(activations=50 * MB, first=120 * MB, following=60 * MB, update=5 * MB, layers={}),
+    process=300 * MB,
+    peak=0,
+    shard_imports=10 * MB,
+    micro_batches=(1,) * 8,
+    samples=64,
+    round_seconds=0.1,
+    update_seconds=0.02,
+    other_seconds=0.01,
+    flops=0,
+    threads=1,
+)
+MACHINE = Machine(2, {2: MeasuredLinks(0.05, 0.02, 0.03), 4: MeasuredLinks(0.1, 0.04, 0.06)})
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 2, 3, 6, 8, 13, 32])
+def test_the_exchange_never_holds_more_copies_than_the_tree_needs(virtual_ranks: int) -> None:
+    for size in range(1, virtual_ranks + 1):
+        for span in assign_evenly(virtual_ranks, size):
+            for pieces in (1, 2):
+                found = moments(virtual_ranks, span, [pieces] * virtual_ranks, size)
+                assert len(found) == pieces * (span[1] - span[0])
+                assert max(moment.copies + moment.appears for moment in found) <= copies(virtual_ranks, *span)
+
+
+def test_one_virtual_rank_on_one_process_has_the_gradients_of_autograd() -> None:
+    assert [tuple(moment) for moment in moments(1, (0, 1), [2], 1)] == [(0, True), (1, False)]
+
+
+def test_a_virtual_rank_without_samples_is_left_out() -> None:
+    assert len(moments(4, (0, 4), [1, 0, 1, 0], 1)) == 2
+
+
+def test_shards_divide_what_they_say() -> None:
+    whole, parts = memory_of(COSTS, replicas=2), memory_of(COSTS, shards=2)
+    assert (whole.parameters, whole.optimizer) == (100 * MB, 200 * MB)
+    assert (parts.parameters, parts.optimizer, parts.gradients) == (50 * MB, 100 * MB, 50 * MB)
+    by_step = memory_of(COSTS, shards=2, by_layer=False)
+    assert by_step.gathered == 100 * MB and by_step.optimizer == 100 * MB
+    assert parts.total < by_step.total
+
+
+def test_one_process_is_predicted_as_it_was_measured() -> None:
+    measured = memory_of(COSTS).total + 7 * MB
+    costs = replace(COSTS, peak=measured)
+    assert memory_of(costs).total == measured
+    assert memory_of(costs, replicas=2).unexplained == 7 * MB
+
+
+def test_the_time_of_a_step_follows_from_its_parts() -> None:
+    assert seconds_of(COSTS, MACHINE) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
+    assert seconds_of(COSTS, MACHINE, replicas=2) == pytest.approx(4 * 0.1 + 0.02 + 0.05 + 0.01)
+    four = 2 * (2 * 0.1 + 0.02) + 0.1 + 0.01  # four processes on two cores
+    assert seconds_of(COSTS, MACHINE, replicas=4) == pytest.approx(four)
+    assert seconds_of(COSTS, MACHINE, shards=2) == pytest.approx(4 * (0.1 + 2 * 0.02 + 0.03) + 0.01 + 0.01)
+    assert seconds_of(COSTS, MACHINE, replicas=3) is None  # links among 3 were not measured
+    assert seconds_of(replace(COSTS, round_seconds=None), MACHINE) is None
+
+
+def test_the_busiest_process_decides() -> None:
+    assert rounds_of_busiest((1,) * 8, 3) == 3
+    assert rounds_of_busiest((2,) * 8, 1, 3) == 6
+
+
+def test_candidates_cover_the_counts_of_processes() -> None:
+    assert counts_up_to(6) == [1, 2, 4, 6]
+    found = list(placements(4))
+    assert len(found) == len(set(found))
+    assert {each.processes for each in found} == {1, 2, 4}
+    assert Placement(2, 2, by_layer=True) in found
+    assert Placement(1, 2, by_layer=False, recompute=True).sets == (
+        "parallel.shard=2",
+        "parallel.reshard=step",
+        "parallel.activation_checkpoint=full",
+    )
+
+
+def test_the_quickest_that_fits_comes_first() -> None:
+    found = [candidate(Placement(size), COSTS, MACHINE) for size in (1, 2, 4)]
+    assert [each.placement.processes for each in ranked(found)] == [2, 4, 1]
+    least = min(each.memory.total for each in found if each.memory is not None)
+    limits = dict.fromkeys((1, 2, 4), least)
+    assert [each.placement.processes for each in ranked(found, limits)] == [4]
+    unknown = Candidate(Placement(), None, None, 64)
+    assert unknown.fits(1)  # what is not known is not excluded
+
+
+def test_records_become_costs() -> None:
+    step = {"data": 0.1, "forward": 1.0, "backward": 2.0, "exchange": 0.5, "update": 0.25, "other": 0.0, "rounds": 2}
+    groups = [[60, 60], [40, 30]]
+    state = {"parameters": 100, "buffers": 1, "gradients": 90, "optimizer": 180, "groups": groups}
+    timed = {
+        "steps": [{**step, "forward": 9.0}] * 2 + [step],
+        "memory": {"start": 1000, "peak": 2000, "shard_imports": 5},
+        "device": "cpu",
+        "state": state,
+        "micro_batches": [1, 1],
+        "samples": 4,
+        "threads": 1,
+    }
+    costs = costs_of(timed, None)
+    assert costs.process == 1000 - 101
+    assert costs.round_seconds == pytest.approx(1.55)
+    assert costs.step_seconds == pytest.approx(2 * 1.55 + 0.25 + 0.5)
+    assert costs.state.groups == ((60, 60), (40, 30))
+    assert candidate(Placement(), costs, MACHINE).memory is None
+
+
+def test_sizes_are_decimal_and_garbage_is_refused() -> None:
+    line = CommandLine(("unisono", "plan", "train.py", "--memory", "x"))
+    assert [bytes_of_text(text, line) for text in ("24GB", "1.5 mb", "1000")] == [24 * 10**9, 1_500_000, 1000]
+    for text in ("much", "0", "-1GB", "24XB"):
+        with pytest.raises(SettingsError, match="Next: unisono plan train.py --memory 24GB"):
+            bytes_of_text(text, line)

@@ -1,0 +1,90 @@
+"""unisono plan: predict the memory and the time of placements from a few micro-batches on one process."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from unisono.cli.compare.repeated_runs import refuse_unfit
+from unisono.cli.planning.plan_trials import PlanTrials
+from unisono.cli.request.request_checks import checked
+from unisono.cli.request.run_options import WHERE, RunRequest
+from unisono.cli.request.suggestions import WHOLE
+from unisono.config import CommandLine
+from unisono.costs.recorded_costs import WARM_UP
+from unisono.errors import SettingsError
+
+STEPS = 6
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def plan(
+    target: str,
+    /,
+    *,
+    ranks: Annotated[int | None, WHOLE, Parameter(name=("--ranks", "-n"), metavar="N", group=WHERE)] = None,
+    memory: Annotated[str, Parameter(metavar="SIZE", show_default=False, group=WHERE)] = "",
+    steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = STEPS,
+    virtual_ranks: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+    request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
+) -> int:
+    """Predict the memory and the step time of a script's placements, without training.
+
+    One process computes a step of fake tensors, which need no memory, and a few steps of real ones. Collectives are
+    measured between processes. The placements that fit are listed, quickest first, as commands to type.
+
+    Parameters
+    ----------
+    target
+        The name of a recipe, or the path of a script.
+    ranks
+        The largest number of processes. By default one for each core, at most one for each virtual rank.
+    memory
+        The memory that a process may use, as in 24GB. By default that of this machine, divided by the processes.
+    steps
+        Number of steps that one process computes. The first 2 are not timed.
+    virtual_ranks
+        Also measure the same batch with 1, 2, 4, ..., 32 virtual ranks on one process.
+    """
+    words = ["--ranks", str(ranks)] if ranks is not None else []
+    words += ["--memory", memory] if memory else []
+    words += ["--steps", str(steps)] if steps != STEPS else []
+    words += ["--virtual-ranks"] if virtual_ranks else []
+    line = request.line("unisono", "plan", target, *words)
+    refuse_unfit(line, steps, request)
+    if steps <= WARM_UP:
+        facts = f"The first {WARM_UP} steps are not timed."
+        raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
+    limit = bytes_of_text(memory, line) if memory else None
+    script, threads, *_ = checked(target, 1 if ranks is None else ranks, request, line)
+    with tempfile.TemporaryDirectory(prefix="unisono-plan-") as folder:
+        return PlanTrials(
+            script=script,
+            threads=threads,
+            steps=steps,
+            request=request,
+            line=line,
+            folder=Path(folder),
+            ranks=ranks,
+            limit=limit,
+            compares_virtual_ranks=virtual_ranks,
+            run_line=request.line("unisono", "run", target).without("--json"),
+        ).run()
+
+
+def bytes_of_text(text: str, line: CommandLine) -> int:
+    """Return the bytes that a size stands for: 24GB, 512 MB or 1000000; 1 GB is 10^9 bytes.
+
+    Raises:
+        SettingsError: It is no size above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", text.lower())
+    found = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    if found:
+        return found
+    facts = "It is a number of bytes above 0, with a unit: 24GB, 512MB."
+    raise SettingsError(f"Invalid value for --memory: {text}", facts, str(line.flag("--memory", "24GB")))
