@@ -14,7 +14,7 @@ from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, 
 from unisono.costs.time_model import Machine, MeasuredLinks, rounds_of_busiest, seconds_of
 from unisono.errors import SettingsError
 from unisono.plan.assignment import assign_evenly
-from unisono.plan.reduction_tree import copies
+from unisono.plan.reduction_tree import copies, subtrees
 
 MB = 10**6
 COSTS = RecordedCosts(
@@ -41,7 +41,9 @@ def test_the_exchange_never_holds_more_copies_than_the_tree_needs(virtual_ranks:
             for pieces in (1, 2):
                 found = moments(virtual_ranks, span, [pieces] * virtual_ranks, size)
                 assert len(found) == pieces * (span[1] - span[0])
-                assert max(moment.copies + moment.appears for moment in found) <= copies(virtual_ranks, *span)
+                kept = len(subtrees(virtual_ranks, *span)) - 1  # flat copies stay allocated from step to step
+                most = max(moment.copies + moment.appears for moment in found)
+                assert most <= copies(virtual_ranks, *span) + kept
 
 
 def test_one_virtual_rank_on_one_process_has_the_gradients_of_autograd() -> None:
@@ -57,8 +59,10 @@ def test_shards_divide_what_they_say() -> None:
     assert (whole.parameters, whole.optimizer) == (100 * MB, 200 * MB)
     assert (parts.parameters, parts.optimizer, parts.gradients) == (50 * MB, 100 * MB, 50 * MB)
     by_step = memory_of(COSTS, shards=2, by_layer=False)
-    assert by_step.gathered == 100 * MB and by_step.optimizer == 100 * MB
-    assert parts.total < by_step.total
+    assert by_step.gathered == 100 * MB
+    assert by_step.optimizer == 100 * MB
+    many = replace(COSTS, state=replace(COSTS.state, groups=((8 * MB, 8 * MB),) * 12 + ((4 * MB, 4 * MB),)))
+    assert memory_of(many, shards=2).total < memory_of(many, shards=2, by_layer=False).total
 
 
 def test_one_process_is_predicted_as_it_was_measured() -> None:
@@ -131,5 +135,5 @@ def test_sizes_are_decimal_and_garbage_is_refused() -> None:
     line = CommandLine(("unisono", "plan", "train.py", "--memory", "x"))
     assert [bytes_of_text(text, line) for text in ("24GB", "1.5 mb", "1000")] == [24 * 10**9, 1_500_000, 1000]
     for text in ("much", "0", "-1GB", "24XB"):
-        with pytest.raises(SettingsError, match="Next: unisono plan train.py --memory 24GB"):
+        with pytest.raises(SettingsError, match=r"Next: unisono plan train\.py --memory 24GB"):
             bytes_of_text(text, line)
