@@ -150,19 +150,15 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         loaded = start.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
     if world.dry and request.describe is not None:
-        return  # only the settings are checked
+        return None  # only the settings are checked
     if world.dry:
         from unisono.train.diagnostics.dry_run import dry_run
 
         with _own_arguments(start.request):
             dry_run(train, loaded.settings, world)
-        return
+        return None
     if request.trace.startswith(FAKE):
-        from unisono.train.costs.fake_step import count_fake_step
-
-        with _own_arguments(start.request):
-            count_fake_step(train, loaded.settings, world, Path(request.trace.removeprefix(FAKE)))
-        return
+        return _count_fake_step(train, loaded.settings, world, start.request)
     settings = loaded.settings
     joining = join(world, divided=settings.parallel.shard != 1, backend=settings.backend, secure=settings.secure)
     watch = StatusThread(settings.watchdog, world, encrypted=settings.secure.transport == "tls")
@@ -216,6 +212,13 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         print_start(context, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(context), _own_arguments(request), _inject(request.faults, context):
             _train(train, run, start)
+
+
+def _count_fake_step(train: Callable[[Run[S]], None], settings: S, world: World, request: RunRequest) -> None:
+    from unisono.train.costs.fake_step import count_fake_step
+
+    with _own_arguments(request):
+        count_fake_step(train, settings, world, Path(request.trace.removeprefix(FAKE)))
 
 
 def _start_output(rank: int, world: World, run_dir: Path) -> None:

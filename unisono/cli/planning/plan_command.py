@@ -10,7 +10,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from unisono.cli.compare.repeated_runs import refuse_unfit
-from unisono.cli.planning.plan_trials import PlanTrials
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -61,6 +60,8 @@ def plan(
         raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
     limit = bytes_of_text(memory, line) if memory else None
     script, threads, *_ = checked(target, 1 if ranks is None else ranks, request, line)
+    from unisono.cli.planning.plan_trials import PlanTrials  # here, because it loads numpy
+
     with tempfile.TemporaryDirectory(prefix="unisono-plan-") as folder:
         return PlanTrials(
             script=script,
