@@ -150,15 +150,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         loaded = start.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
     if world.dry and request.describe is not None:
-        return None  # only the settings are checked
-    if world.dry:
-        from unisono.train.diagnostics.dry_run import dry_run
-
-        with _own_arguments(start.request):
-            dry_run(train, loaded.settings, world)
-        return None
-    if request.trace.startswith(FAKE):
-        return _count_fake_step(train, loaded.settings, world, start.request)
+        return  # only the settings are checked
+    if world.dry or request.trace.startswith(FAKE):
+        _run_dry(train, loaded.settings, world, start.request)
+        return
     settings = loaded.settings
     joining = join(world, divided=settings.parallel.shard != 1, backend=settings.backend, secure=settings.secure)
     watch = StatusThread(settings.watchdog, world, encrypted=settings.secure.transport == "tls")
@@ -214,11 +209,17 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
             _train(train, run, start)
 
 
-def _count_fake_step(train: Callable[[Run[S]], None], settings: S, world: World, request: RunRequest) -> None:
-    from unisono.train.costs.fake_step import count_fake_step
-
+def _run_dry(train: Callable[[Run[S]], None], settings: S, world: World, request: RunRequest) -> None:
+    """Execute the script up to its loop, or with a step of fake tensors (`unisono plan`)."""
     with _own_arguments(request):
-        count_fake_step(train, settings, world, Path(request.trace.removeprefix(FAKE)))
+        if world.dry:
+            from unisono.train.diagnostics.dry_run import dry_run
+
+            dry_run(train, settings, world)
+        else:
+            from unisono.train.costs.fake_step import count_fake_step
+
+            count_fake_step(train, settings, world, Path(request.trace.removeprefix(FAKE)))
 
 
 def _start_output(rank: int, world: World, run_dir: Path) -> None:
