@@ -101,6 +101,10 @@ class OutOfMemoryError(UnisonoError):
     """A device has no memory left. The message lists what holds how much, and settings that need less."""
 
 
+class StudyError(UnisonoError):
+    """A study of `unisono tune` cannot continue: its database is locked or gone, or has other trials."""
+
+
 class StuckError(WorldError):
     """The run made no progress for longer than watchdog.timeout."""
 

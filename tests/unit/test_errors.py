@@ -20,6 +20,7 @@ from unisono.errors import (
     RankFailedError,
     SettingsError,
     StuckError,
+    StudyError,
     UnisonoError,
     UnreachableHostError,
     WorldError,
@@ -38,7 +39,7 @@ ALL = [
         OutOfMemoryError,
         PeerLostError,
     ),
-    *(DivergenceError, PromiseBrokenError, StuckError, RankFailedError),
+    *(DivergenceError, PromiseBrokenError, StuckError, StudyError, RankFailedError),
 ]
 
 

@@ -42,6 +42,7 @@ from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
 from unisono.cli.speedup.speedup_command import speedup
+from unisono.cli.tuning.tune_command import tune
 from unisono.config import Settings, entries_of
 from unisono.environment import remember_secrets
 from unisono.errors import SettingsError, UnisonoError
@@ -60,6 +61,7 @@ Examples:
   unisono prove train.py                compare shards and other placements
   unisono speedup train.py              try faster kernels
   unisono plan train.py --ranks 8       predict memory and time of placements
+  unisono tune train.py --search ...    search settings
   unisono replay runs/mine --step 43    repeat a step of a run on one process
   unisono audit runs/mine               detect hardware that computes wrongly
   unisono profile runs/mine             show the cost of operators (profile.steps)
@@ -125,6 +127,12 @@ PLAN = """\
   unisono plan train.py                  up to one process for each core
   unisono plan train.py --ranks 8 --memory 24GB
   unisono plan text --ranks 2 --virtual-ranks --set model.width=512
+"""
+TUNE = """\
+  unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 50
+  unisono tune text --search 'lr=log(1e-4,1e-1)' --ranks 4 --pruner hyperband
+  unisono tune train.py --search 'width=linear(8,64,8)' --minimize loss --minimize parameters
+  unisono tune train.py --resume         continue a study that was stopped or killed
 """
 AUDIT = """\
   unisono audit train.py                 a script from its beginning
@@ -200,6 +208,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (bench, TRAIN, BENCH),
     (speedup, TRAIN, SPEEDUP),
     (plan, TRAIN, PLAN),
+    (tune, TRAIN, TUNE),
     (check, VERIFY, CHECK),
     (prove, VERIFY, PROVE),
     (audit, VERIFY, AUDIT),
@@ -283,11 +292,11 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, plan):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, plan, tune):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `check`, `prove`, `audit` and "
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `tune`, `check`, `prove`, `audit` and "
             "`doctor` pass arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))

@@ -17,6 +17,8 @@ VALUED = (
     *("--hosts", "--node", "--meet", "--secret-file", "--address", "--port", "--cert", "--key"),
     *("--nodes", "--ranks-per-node", "--time", "--signal", "--array", "--gpus-per-node", "--cpus-per-task"),
     *("--partition", "--account", "--sbatch", "--write"),
+    *("--search", "--trials", "--minimize", "--maximize", "--sampler", "--pruner", "--round-size", "--study-seed"),
+    *("--storage", "--at-once"),
 )
 """Flags whose value is the next word."""
 

@@ -99,11 +99,13 @@ class Inspection:
     build        builds the extension that observes the run
     on_rank      is called with a property's name when the script reads its rank or the number of processes
     on_evaluate  is called with the arguments of `run.evaluate`, before the evaluation
+    on_log       is called with the values of `run.log`
     """
 
     build: Callable[[RunContext, LoopParts], Extension]
     on_rank: Callable[[str], None] | None = None
     on_evaluate: Callable[[RunContext, Evaluation], None] | None = None
+    on_log: Callable[[RunContext, Mapping[str, Any]], None] | None = None
 
 
 @dataclass(slots=True)

@@ -261,6 +261,9 @@ class Run(MediaVerbs, Generic[S]):
         Of a text, the first 999 characters are recorded. For longer ones there is `run.log_text`.
         """
         logged = {str(name): plain(value) for name, value in {**(values or {}), **named}.items()}
+        inspection = self.context.inspection
+        if inspection is not None and inspection.on_log is not None:
+            inspection.on_log(self.context, logged)
         self.context.monitor.log({name: as_entry(value) for name, value in logged.items()})
         self.context.progress.results.update(logged)
 

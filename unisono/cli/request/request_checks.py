@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from unisono.cli.request.run_dir import newest_run, problems_of_run_dir
@@ -35,12 +36,14 @@ class ScriptReport(NamedTuple):
         names: all settings by their dotted names.
         table: the table of settings for `--help`.
         defaults: settings of every run for which the script has another default.
+        kinds: the type of each setting in words, as `config.kind` returns it.
         problems: everything that is wrong with the request.
     """
 
     names: tuple[str, ...]
     table: str
     defaults: Mapping[str, Any]
+    kinds: Mapping[str, str] = MappingProxyType({})
     problems: tuple[Problem, ...] = ()
 
 

@@ -29,7 +29,7 @@ FOLDERS = ("log", "timeline", "checkpoints")
 FILES = ("settings.toml", "environment.json", "result.json")
 """Folders and files in a run directory."""
 FURTHER = (
-    *("profile", "media", "left-behind", "tensorboard", "mlflow", "wandb", "launch", "faults"),
+    *("profile", "media", "left-behind", "tensorboard", "mlflow", "wandb", "launch", "faults", "values"),
     *("audit.jsonl", "report.html", "metrics.csv", "tracking.json", "tracking.lock", "flops.json"),
 )
 """Further ones, which only some runs have."""

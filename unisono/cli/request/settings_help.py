@@ -46,7 +46,7 @@ def _with_choices(hint: Any, text: str) -> str:
 
 
 def description_of(settings: type) -> dict[str, Any]:
-    """Return names, table and defaults of a script's settings as JSON can hold them (request_checks.ScriptReport)."""
+    """Return what JSON can hold of a script's settings (request_checks.ScriptReport)."""
     entries = list(entries_of(settings))
     ours = library_settings()
     defaults = {e.name: plain(e.default) for e in entries if e.name in ours and e.source == "script"}
@@ -54,6 +54,7 @@ def description_of(settings: type) -> dict[str, Any]:
         "names": [entry.name for entry in entries],
         "table": settings_table(settings),
         "defaults": {name: "none" if value is None else value for name, value in defaults.items()},
+        "kinds": {entry.name: kind(entry.hint) for entry in entries},
     }
 
 

@@ -1,0 +1,1 @@
+"""unisono tune: search settings by trials that are runs, with Optuna's samplers and pruners."""
