@@ -31,7 +31,7 @@ class StudyStorage:
         url: The address of a database; "": the journal.
         name: The name of the study.
         directions: "minimize" or "maximize", for each objective.
-        is_new: Whether the study has no trial yet.
+        fresh: Whether the folder is new, and `ran`, whether a trial of the study has begun.
         line: The typed command, for messages.
 
     Raises:
@@ -39,16 +39,16 @@ class StudyStorage:
     """
 
     def __init__(
-        self, folder: Path, url: str, name: str, directions: Sequence[str], line: CommandLine, *, is_new: bool
+        self, folder: Path, url: str, name: str, directions: Sequence[str], line: CommandLine, *, fresh: bool, ran: bool
     ) -> None:
         self._where, self._line = url or str(folder / JOURNAL), line
         with self._errors():
             self._storage = _open(folder, url)
             known = {study.study_name for study in self._storage.get_all_studies()}
-        if name not in known and not is_new:
+        if name not in known and ran:
             facts = f"{self._where} has no study {name}, and {folder} has trials of it."
             raise StudyError("The trials of the study are gone.", facts, f"restore {self._where}, then: {line}")
-        if name in known and is_new and url:
+        if name in known and fresh and url:
             facts = f"{self._where} has a study {name}, and {folder} has none of its trials."
             raise StudyError("The study exists already.", facts, str(line.flag("--run-dir", f"{folder}-2")))
         with self._errors():

@@ -81,6 +81,27 @@ def tune(
     no_move
         Do not let trials continue on processes that become free.
     """
+    return _tuned(**locals())
+
+
+def _tuned(
+    *,
+    target: str,
+    search: Texts,
+    trials: int,
+    minimize: Texts,
+    maximize: Texts,
+    sampler: str,
+    pruner: str,
+    round_size: int,
+    study_seed: int,
+    storage: str,
+    ranks: int,
+    at_once: int,
+    no_move: bool,
+    request: RunRequest,
+) -> int:
+    """Check everything that was typed, and run the study."""
     words = _words(locals())
     line = request.line("unisono", "tune", target, *words)
     if find_spec("optuna") is None:
@@ -256,16 +277,14 @@ def _run(
     make_closed(folder)
     try:
         with ended_by_sigterm(), lock_run_dir(folder, line):
-            is_new = not (folder / FILE).is_file()
-            if is_new:
+            if fresh := not (folder / FILE).is_file():
                 record.write(folder)
+            ran = (folder / "trials").is_dir()
             study = StudyRun(
                 folder=folder,
                 record=record,
                 optimizer=optimizer,
-                storage=StudyStorage(
-                    folder, record.storage, folder.name, directions, line, is_new=not (folder / "trials").is_dir()
-                ),
+                storage=StudyStorage(folder, record.storage, folder.name, directions, line, fresh=fresh, ran=ran),
                 script=ready.script,
                 request=plain,
                 report=ready.report,
@@ -280,9 +299,8 @@ def _run(
             result = _result(rows, record, directions)
             write(folder / "result.json", json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
-        print(
-            f"Stopped: trials that run are saved.\n  Next: {line.without('--resume').flag('--resume')}", file=sys.stderr
-        )
+        again = line.without("--resume").flag("--resume")
+        print(f"Stopped: trials that run are saved.\n  Next: {again}", file=sys.stderr)
         return 1
     if as_json:
         print(json.dumps(result), flush=True)
