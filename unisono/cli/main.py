@@ -296,8 +296,8 @@ def _execute(words: Sequence[str]) -> int:
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `tune`, `check`, `prove`, `audit` and "
-            "`doctor` pass arguments to a script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `tune`, `check`, `prove`, `audit` "
+            "and `doctor` pass arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

@@ -62,10 +62,10 @@ class ParameterServerExchange(TreeExchange):
     def crew(self) -> RoleGroup | None:
         return self.group if isinstance(self.group, RoleGroup) else None
 
-    def _build_layout(self) -> BucketLayout:
+    def _build_layout(self, most_bytes: int) -> BucketLayout:
         """Build buckets that one server holds as a whole."""
         if self.crew is None:
-            return super()._build_layout()
+            return super()._build_layout(most_bytes)
         holders = [self.crew.shares.of(p) for p in self.params]
         layout = BucketLayout(self.params, 1, holders=holders)
         self.holders = [holders[bucket.members[0]] for bucket in layout.buckets]

@@ -78,10 +78,9 @@ class TreeExchange(BucketedExchange):
         settings: TreeSettings | None = None,
     ) -> None:
         self.params = params
-        self._bucket_bytes = BUCKET_BYTES if settings is None else round(settings.bucket_mb * 2**20)
         self.virtual_ranks = virtual_ranks
         self.group = group
-        self.layout = self._build_layout()
+        self.layout = self._build_layout(BUCKET_BYTES if settings is None else round(settings.bucket_mb * 2**20))
         self.pool = FlatGradientPool(self.layout, shared=bool(group.neighbors))
         self.ready = BucketReadiness(self.layout, complete=self._merge)
         self.transport: Any = None
@@ -94,10 +93,8 @@ class TreeExchange(BucketedExchange):
         self._roots: list[FlatGradient | None] | None = None  # our partial sums, in order; None: not known yet
         self._result: FlatGradient | None = None
 
-    def _build_layout(self) -> BucketLayout:
-        return BucketLayout(
-            self.params, self.group.size, bucket_bytes(self.params, self.group.links, self._bucket_bytes)
-        )
+    def _build_layout(self, most_bytes: int) -> BucketLayout:
+        return BucketLayout(self.params, self.group.size, bucket_bytes(self.params, self.group.links, most_bytes))
 
     def _build_transport(self, plan: Plan) -> Any:
         halving = find_halving(routes_of(plan, self.group))
