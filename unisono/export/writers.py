@@ -186,6 +186,8 @@ def write_executorch(model: torch.nn.Module, call: ModelCall, path: Path, reques
     """
     from torch.utils._sympy.value_ranges import ValueRanges
 
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.contiguous()  # neither XNNPACK nor the runtime takes weights in channels_last
     program = _exported(model, call)
     largest = _sizes_of_example(program, call)
     for symbol, known in list(program.range_constraints.items()):
