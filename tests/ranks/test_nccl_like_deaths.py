@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,12 @@ from torch import nn
 from tests.ranks.elastic import ElasticProcesses
 from tests.ranks.test_step_recovery import right
 from tests.ranks.training import MLP, Points, settings
-from unisono.config import CheckpointSettings, Settings
+from unisono.config import CheckpointSettings, Settings, TreeSettings
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.membership import membership, regroup_timeout
 from unisono.distributed.membership.waiting import NcclWork
 from unisono.distributed.rendezvous import connect
 from unisono.environment import World
-from unisono.exchange.tree import tree_exchange
 from unisono.exchange.tree.tree_allreduce import TreeAllReduce
 from unisono.testing import build_run, close_run, finish_run, run_ranks
 
@@ -58,7 +58,7 @@ class Deep(nn.Sequential):
 
 
 def looks_at_its_loss(world: World, config: Settings, folder: Path, deaths: dict[int, int]) -> str:
-    tree_exchange.BUCKET_BYTES = 64 * 64 * 4 + 1000
+    config = replace(config, tree=TreeSettings(bucket_mb=(64 * 64 * 4 + 1000) / 2**20))
     if world.number in deaths:
         dies_at(TreeAllReduce, "send", deaths[world.number])
     with join(world) as group:
