@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import multiprocessing
 import os
@@ -30,11 +31,14 @@ STEPS = 6
 
 
 class Kills(Numbers):
-    """Numbers with noise. The first `times` fetches of number `at` in a worker kill the worker."""
+    """Numbers with noise. The first `times` fetches of number `at` in a worker kill the worker.
+
+    With `holding`, the worker dies with the lock that a worker of torch takes whenever it asks for work.
+    """
 
     def __init__(self, folder: Path, at: int | None = None, times: int = 1, length: int = 20) -> None:
         super().__init__(length)
-        self.folder, self.at, self.times = folder, at, times
+        self.folder, self.at, self.times, self.holding = folder, at, times, False
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         if i == self.at and get_worker_info() is not None:
@@ -42,9 +46,20 @@ class Kills(Numbers):
             died = len(list(self.folder.iterdir()))
             if died < self.times:
                 (self.folder / str(died)).touch()
+                if self.holding:
+                    done_event_of_worker()._cond.acquire()
                 os.kill(os.getpid(), signal.SIGKILL)
         x, number = super().__getitem__(i)
         return x + 0.1 * torch.randn(3), number
+
+
+def done_event_of_worker() -> Any:
+    """Return the event by which torch tells its workers to end, from the frames of a worker."""
+    frame = inspect.currentframe()
+    while frame is not None and "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_locals["done_event"]
 
 
 def kill_children(count: int | None = None) -> None:
@@ -63,8 +78,8 @@ def measure(output: torch.Tensor, x: torch.Tensor, i: torch.Tensor) -> Any:
 
 def loop(run: Run[Any], folder: Path, how: str) -> Any:
     train, walked = Kills(folder / "train"), Kills(folder / "walked", length=14)
-    if how in ("first fetch", "middle", "twice"):
-        train.at, train.times = {"first fetch": None, "middle": 9, "twice": 9}[how], 2 if how == "twice" else 1
+    if how in ("middle", "twice", "holding a lock"):
+        train.at, train.times, train.holding = 9, 2 if how == "twice" else 1, how == "holding a lock"
     if how == "evaluation":
         walked.at, walked.times = 5, 2
     model = run.place(linear)
@@ -102,6 +117,7 @@ def trained(world: World, folder: str, how: str, count: int, virtual_ranks: int)
 
 
 WAYS = ["first fetch", "middle", "twice", "all at once", "evaluation", "training's, in an evaluation", "nothing left"]
+WAYS += ["holding a lock"]
 CASES = [(how, 1, 4) for how in WAYS] + [(how, 2, 4) for how in ("middle", "evaluation")] + [("twice", 1, 1)]
 
 

@@ -100,6 +100,7 @@ class WorkerIterator(Iterator[T]):
                 child.kill()
                 child.join()
             _end_pin_memory_thread(self._batches)
+            _replace_done_event(self._batches)
         self._batches, self._children = iter(()), []
 
 
@@ -132,6 +133,15 @@ def _end_pin_memory_thread(batches: Any) -> None:
     thread.join(6.0)  # seconds; the thread polls every five
     if thread.is_alive():
         batches._shutdown = True  # noqa: SLF001  (so that torch does not join it)
+
+
+def _replace_done_event(batches: Any) -> None:
+    """Give torch another event to end its workers with, which are all dead.
+
+    A worker that died while it read the event holds its lock, and torch would wait for that lock forever.
+    """
+    if hasattr(batches, "_workers_done_event"):
+        batches._workers_done_event = multiprocessing.Event()  # noqa: SLF001
 
 
 def start(begin: Begin[T], workers: int) -> tuple[Iterator[T], list[BaseProcess]]:
