@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from unisono.distributed.connections.peer_stream import CHUNK_BYTES, SMALL_BYTES, PeerStream, Transfer
+from unisono.distributed.connections.peer_stream import (
+    CHUNK_BYTES,
+    HEADER,
+    LOW_WATER,
+    SMALL_BYTES,
+    PeerStream,
+    Transfer,
+)
 
 LARGE = 4 * CHUNK_BYTES + 3
 
@@ -58,3 +68,37 @@ def test_messages_with_one_tag_keep_their_order(pair: tuple[PeerStream, PeerStre
     assert sorted(found) == [(number, tag) for number, (tag, _) in enumerate(sent)]
     for tag in (0, 7):
         assert [number for number, of in found if of == tag] == [n for n, (of, _) in enumerate(sent) if of == tag]
+
+
+@pytest.mark.parametrize("size", [LOW_WATER // 2, 2 * LOW_WATER + 7])
+def test_a_large_message_wakes_its_reader_a_few_times(size: int) -> None:
+    packets = [bytes([number]) * 8192 for number in range(size // 8192)] + [b"x" * (size % 8192)]
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sender:
+        connection, _ = server.accept()
+        sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def send() -> None:
+            sender.sendall(HEADER.pack(0, size))
+            for packet in packets:
+                time.sleep(0.001)
+                sender.sendall(packet)
+            time.sleep(0.05)
+            sender.sendall(HEADER.pack(1, 1) + b"y")
+
+        receiver, wakes = PeerStream("the sender"), 0
+        receiver.attach(connection)
+        large, small = Transfer(memoryview(bytearray(size))), Transfer(memoryview(bytearray(1)))
+        receiver.receive(0, large)
+        receiver.receive(1, small)
+        thread = threading.Thread(target=send)
+        thread.start()
+        while not small.is_completed():
+            assert select.select([connection], [], [], 10)[0], "waits for bytes that nothing sends"
+            wakes += 1
+            receiver.read()
+            assert small.is_completed() <= large.is_completed()
+        thread.join()
+        connection.close()
+    assert bytes(large.view) == b"".join(packets)
+    assert bytes(small.view) == b"y"
+    assert wakes <= 3 + 2 * size // LOW_WATER < len(packets)

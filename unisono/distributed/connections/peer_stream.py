@@ -36,6 +36,12 @@ CHUNK_BYTES = 1 << 18
 TURN_BYTES = 1 << 20
 """Bytes after which another connection takes its turn."""
 
+LOW_WATER = 1 << 18
+"""Bytes of a large message for which the thread is woken. A wake-up takes the interpreter lock from the main thread."""
+
+RECORD_BYTES = (1 << 14) + 512
+"""Most bytes of a record of TLS (RFC 8446, 5.2), of which a part may have been read."""
+
 CLOSED = "Connection closed by peer"
 
 
@@ -106,6 +112,7 @@ class PeerStream:
         self._header = memoryview(bytearray(HEADER.size))
         self._filled = 0  # bytes of the header, then of the body
         self._plain = False
+        self._low_water = 1
         self._tag = 0
         self._body: memoryview | None = None
         self._into: Transfer | None = None  # what the body is received for
@@ -197,6 +204,19 @@ class PeerStream:
 
     def read(self) -> bool:
         """Receive what has arrived. Return whether more may be there without another event of the socket."""
+        more = self._receive()
+        self._set_low_water()
+        return more
+
+    def _set_low_water(self) -> None:
+        """Let the next event of the socket wait for as many bytes of this message as are worth a wake-up."""
+        left = 0 if self._body is None else len(self._body) - self._filled - (0 if self._plain else RECORD_BYTES)
+        low_water = max(1, min(left, LOW_WATER))
+        if low_water != self._low_water and self.socket is not None and self.error is None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
+            self._low_water = low_water
+
+    def _receive(self) -> bool:
         received = 0
         while self.wants_read and self.socket is not None:
             if received >= TURN_BYTES:
