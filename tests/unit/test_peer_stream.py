@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from unisono.distributed.connections.peer_stream import (
     CHUNK_BYTES,
+    CONTINUE,
+    FRAME_BYTES,
     HEADER,
     LOW_WATER,
     SMALL_BYTES,
     PeerStream,
     Transfer,
+    frames,
 )
 
 LARGE = 4 * CHUNK_BYTES + 3
@@ -50,6 +55,7 @@ def arrivals(sender: PeerStream, receiver: PeerStream, messages: list[tuple[int,
         receiver.receive(tag, into)
     for number, (tag, size) in enumerate(messages):
         sender.send(tag, Transfer(memoryview(bytes([number + 1]) * size)))
+        sender.write()
     for _ in range(1000):
         sender.write()
         receiver.read()
@@ -59,7 +65,53 @@ def arrivals(sender: PeerStream, receiver: PeerStream, messages: list[tuple[int,
 
 def test_a_small_message_overtakes_large_ones_that_wait(pair: tuple[PeerStream, PeerStream]) -> None:
     sent = [(0, LARGE), (0, LARGE), (7, LARGE), (-1, 8), (-2, SMALL_BYTES)]
-    assert arrivals(*pair, sent) == [(0, 0), (3, -1), (4, -2), (1, 0), (2, 7)]
+    assert arrivals(*pair, sent) == [(3, -1), (4, -2), (0, 0), (1, 0), (2, 7)]
+
+
+def test_a_small_message_overtakes_a_large_one_between_two_frames(pair: tuple[PeerStream, PeerStream]) -> None:
+    sent = [(0, 2 * FRAME_BYTES + 1), (7, 3 * FRAME_BYTES), (-1, 8), (0, 8), (-2, 0), (7, 1)]
+    assert arrivals(*pair, sent) == [(2, -1), (4, -2), (0, 0), (3, 0), (1, 7), (5, 7)]
+
+
+def test_a_message_that_nothing_expects_is_kept_while_a_large_one_arrives(pair: tuple[PeerStream, PeerStream]) -> None:
+    receiver, sender = pair[1], pair[0]
+    size = 2 * FRAME_BYTES + 5
+    large, small = Transfer(memoryview(bytearray(size))), Transfer(memoryview(bytearray(3)))
+    receiver.receive(0, large)
+    sender.send(0, Transfer(memoryview(b"l" * size)))
+    sender.write()
+    sender.send(1, Transfer(memoryview(b"abc")))
+    for _ in range(1000):
+        sender.write()
+        receiver.read()
+    assert bytes(large.view) == b"l" * size
+    receiver.receive(1, small)
+    assert bytes(small.view) == b"abc"
+
+
+def test_a_lost_connection_fails_a_message_between_its_frames(pair: tuple[PeerStream, PeerStream]) -> None:
+    sender, receiver = pair
+    large = Transfer(memoryview(bytearray(2 * FRAME_BYTES)))
+    receiver.receive(0, large)
+    assert sender.socket is not None
+    for part in list(frames(0, memoryview(bytes(2 * FRAME_BYTES))))[:2]:
+        while part:
+            with contextlib.suppress(BlockingIOError):
+                part = part[sender.socket.send(part) :]
+            receiver.read()
+    receiver.fail("Connection closed by peer")
+    assert str(large.error) == "Connection closed by peer (the sender)"
+
+
+@pytest.mark.parametrize("header", [(CONTINUE, 8), (CONTINUE, 2**40)])
+def test_a_continuation_of_nothing_ends_the_connection(pair: tuple[PeerStream, PeerStream], header: Any) -> None:
+    sender, receiver = pair
+    into = Transfer(memoryview(bytearray(8)))
+    receiver.receive(0, into)
+    assert sender.socket is not None
+    sender.socket.send(HEADER.pack(*header))
+    receiver.read()
+    assert "continue a message that has not begun" in str(into.error)
 
 
 def test_messages_with_one_tag_keep_their_order(pair: tuple[PeerStream, PeerStream]) -> None:
@@ -78,10 +130,10 @@ def test_a_large_message_wakes_its_reader_a_few_times(size: int) -> None:
         sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def send() -> None:
-            sender.sendall(HEADER.pack(0, size))
-            for packet in packets:
-                time.sleep(0.001)
-                sender.sendall(packet)
+            for part in frames(0, memoryview(b"".join(packets))):
+                for first in range(0, len(part), 8192):
+                    time.sleep(0.001)
+                    sender.sendall(part[first : first + 8192])
             time.sleep(0.05)
             sender.sendall(HEADER.pack(1, 1) + b"y")
 

@@ -2,10 +2,11 @@
 
 Messages may be sent and expected before there is a connection: they wait here.
 
-    | 8 bytes: tag | 8 bytes: size | size bytes |
+    | 8 bytes: tag      | 8 bytes: size          | up to FRAME_BYTES bytes |
+    | 8 bytes: CONTINUE | 8 bytes: what is left  | up to FRAME_BYTES bytes |    (frames of a large message)
 
-Messages with one tag arrive in the order in which they were sent. A small message overtakes large ones of other tags
-that wait to be sent, so a small collective does not wait until all buckets of gradients have arrived.
+Messages with one tag arrive in the order in which they were sent. A small message overtakes large ones of other tags,
+between two frames also one that is being sent. So a small collective does not wait until buckets of gradients arrive.
 
 A message is received into the memory of its tensor. If nothing expects the message that is next, it stays in the
 connection, so the other process stops sending. There is one exception: something expects a message behind it. Then it
@@ -22,6 +23,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -29,6 +31,15 @@ HEADER = struct.Struct("!qQ")
 
 SMALL_BYTES = 1 << 14
 """Up to this size a message is sent with its header as one record of TLS."""
+
+FRAME_BYTES = 1 << 19
+"""Most bytes of a message after which a small one may follow: 4 ms of a link of 1 Gbit/s."""
+
+CONTINUE = -(1 << 63)
+"""Is in place of the tag where a large message continues."""
+
+UNSENT_BYTES = 1 << 21
+"""Most bytes in the kernel that wait to be sent. A small message waits for them, too."""
 
 CHUNK_BYTES = 1 << 18
 """Most bytes of one call to send."""
@@ -81,7 +92,8 @@ class Transfer:
             raise RuntimeError(str(self.error))
 
 
-class _Outgoing(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Outgoing:
     """A message that is to be sent: the parts of it that are left, of which none is empty."""
 
     tag: int
@@ -91,6 +103,29 @@ class _Outgoing(NamedTuple):
     @property
     def is_large(self) -> bool:
         return len(self.transfer.view) > SMALL_BYTES
+
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the next bytes to be sent are those of a header."""
+        return len(self.parts) % 2 == 0 and len(self.parts[0]) == HEADER.size
+
+
+class _Incoming(NamedTuple):
+    """A large message that is received, between two of its frames: the arguments are those of PeerStream."""
+
+    tag: int
+    body: memoryview
+    filled: int
+    into: Transfer | None
+
+
+def frames(tag: int, view: memoryview) -> deque[memoryview]:
+    """Return the headers and frames of a message in turn."""
+    parts: deque[memoryview] = deque()
+    for first in range(0, len(view), FRAME_BYTES):
+        header = HEADER.pack(CONTINUE if first else tag, len(view) - first)
+        parts += (memoryview(header), view[first : first + FRAME_BYTES])
+    return parts
 
 
 class PeerStream:
@@ -109,8 +144,11 @@ class PeerStream:
         self.socket: socket.socket | None = None
         self.error: RuntimeError | None = None
         self._outgoing: deque[_Outgoing] = deque()
+        self._begun: _Outgoing | None = None  # the message of which a part of a frame has been sent
         self._header = memoryview(bytearray(HEADER.size))
         self._filled = 0  # bytes of the header, then of the body
+        self._frame_end = 0
+        self._interrupted: _Incoming | None = None
         self._plain = False
         self._low_water = 1
         self._tag = 0
@@ -127,14 +165,13 @@ class PeerStream:
         if self.error is not None:
             transfer.end(self.error)
             return
-        header = HEADER.pack(tag, len(transfer.view))
         if len(transfer.view) > SMALL_BYTES:
-            self._outgoing.append(_Outgoing(tag, deque([memoryview(header), transfer.view]), transfer))
+            self._outgoing.append(_Outgoing(tag, frames(tag, transfer.view), transfer))
             return
-        place = len(self._outgoing)
-        while place > 1 and self._outgoing[place - 1].is_large and self._outgoing[place - 1].tag != tag:
-            place -= 1  # not before the first one, which may have begun
-        content = memoryview(header + bytes(transfer.view))
+        place = 1 + max((n for n, message in enumerate(self._outgoing) if message.tag == tag), default=-1)
+        while place < len(self._outgoing) and not self._outgoing[place].is_large:
+            place += 1
+        content = memoryview(HEADER.pack(tag, len(transfer.view)) + bytes(transfer.view))
         self._outgoing.insert(place, _Outgoing(tag, deque([content]), transfer))
 
     def receive(self, tag: int, transfer: Transfer) -> None:
@@ -160,9 +197,11 @@ class PeerStream:
         waiting = [message.transfer for message in self._outgoing]
         waiting += [transfer for queue in self._expected.values() for transfer in queue]
         waiting += [self._into] if self._into is not None else []
+        if self._interrupted is not None and self._interrupted.into is not None:
+            waiting.append(self._interrupted.into)
         self._outgoing.clear()
         self._expected.clear()
-        self._into = self._body = self._held = None
+        self._into = self._body = self._held = self._begun = self._interrupted = None
         for transfer in waiting:
             transfer.end(error)
 
@@ -172,6 +211,8 @@ class PeerStream:
         """Use a connection from now on. It belongs to this object."""
         connection.setblocking(False)
         self.socket, self._plain = connection, not isinstance(connection, ssl.SSLSocket)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT") and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
     @property
     def wants_write(self) -> bool:
@@ -185,7 +226,7 @@ class PeerStream:
         """Send as much as fits."""
         sent = 0
         while self._outgoing and self.socket is not None and sent < TURN_BYTES:
-            message = self._outgoing[0]
+            message = self._begun or self._outgoing[0]
             view = message.parts[0]
             try:
                 count = self.socket.send(view[:CHUNK_BYTES])
@@ -199,8 +240,11 @@ class PeerStream:
             if count < len(view):
                 message.parts.appendleft(view[count:])
             if not message.parts:
-                self._outgoing.popleft()
+                self._begun = None
+                self._outgoing.remove(message)
                 message.transfer.end()
+            else:
+                self._begun = None if message.is_between_frames else message
 
     def read(self) -> bool:
         """Receive what has arrived. Return whether more may be there without another event of the socket."""
@@ -210,7 +254,7 @@ class PeerStream:
 
     def _set_low_water(self) -> None:
         """Let the next event of the socket wait for as many bytes of this message as are worth a wake-up."""
-        left = 0 if self._body is None else len(self._body) - self._filled - (0 if self._plain else RECORD_BYTES)
+        left = 0 if self._body is None else self._frame_end - self._filled - (0 if self._plain else RECORD_BYTES)
         low_water = max(1, min(left, LOW_WATER))
         if low_water != self._low_water and self.socket is not None and self.error is None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
@@ -221,7 +265,7 @@ class PeerStream:
         while self.wants_read and self.socket is not None:
             if received >= TURN_BYTES:
                 return True
-            into = self._header if self._body is None else self._body
+            into = self._header if self._body is None else self._body[: self._frame_end]
             try:
                 count = self.socket.recv_into(into[self._filled :])
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -235,17 +279,42 @@ class PeerStream:
             received += count
             self._filled += count
             if self._filled == len(into):
-                self._filled = 0
                 if self._body is None:
-                    self._begin_body(*HEADER.unpack(self._header))
+                    self._filled = 0
+                    self._begin_frame(*HEADER.unpack(self._header))
                 else:
-                    self._end_body()
+                    self._end_frame()
             elif self._plain:  # nothing is left in the socket
                 return False
         return False
 
+    def _begin_frame(self, tag: int, size: int) -> None:
+        """Prepare to receive the bytes behind a header."""
+        interrupted = self._interrupted
+        if tag != CONTINUE:
+            self._begin_body(tag, size)
+        elif interrupted is not None and size == len(interrupted.body) - interrupted.filled:
+            self._tag, self._body, self._filled, self._into = interrupted
+            self._frame_end = min(len(interrupted.body), self._filled + FRAME_BYTES)
+            self._interrupted = None
+        else:
+            self.fail(f"{size} bytes continue a message that has not begun")
+
+    def _end_frame(self) -> None:
+        """Deliver the message, or keep what has arrived of it until its next frame."""
+        assert self._body is not None
+        if self._filled == len(self._body):
+            self._end_body()
+        elif self._interrupted is not None:
+            self.fail("A large message interrupts another one")
+        else:
+            self._interrupted = _Incoming(self._tag, self._body, self._filled, self._into)
+            self._body = self._into = None
+        self._filled = 0
+
     def _begin_body(self, tag: int, size: int) -> None:
         """Prepare to receive the body of a message."""
+        is_interrupting = self._interrupted is not None and self._interrupted.into is not None
         queue = self._expected.get(tag)
         self._tag = tag
         if queue:
@@ -256,11 +325,12 @@ class PeerStream:
                 self.fail(f"A message has {size} bytes where {len(self._into.view)} were expected")
                 return
             self._body = self._into.view
-        elif self._expected:
+        elif self._expected or is_interrupting:
             self._body = memoryview(bytearray(size))
         else:
             self._held = tag, size
             return
+        self._frame_end = min(size, FRAME_BYTES)
         if not size:
             self._end_body()
 
