@@ -1,5 +1,5 @@
 # Two commands for a newcomer:   make run    (a language model trains on two processes)
-#                                make test   (lint, types, the site of docs/ and all quick tests)
+#                                make test   (lint, types, the site of docs/ and the quick tests)
 # Both make .venv first, from Python 3.11 or newer and pip; nothing here needs root.
 
 SHELL := /bin/bash
@@ -61,8 +61,11 @@ endif
 run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
-test: $(if $(TORCH),setup,lint types docs)  ## lint, types, the site, and every test that is not slow; TORCH=2.11.0: tests alone
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" --durations 40 --durations-min 4
+test: $(if $(TORCH),setup,lint types docs)  ## lint, types, the site, and the quick tests; TORCH=2.11.0: tests alone
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not ci" --durations 40 --durations-min 4
+
+ci: setup  ## the tests that CI runs after make test, of about ten seconds or more each
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "ci and not slow" --durations 20 --durations-min 10
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -66,6 +66,7 @@ def used(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("counted-*"))
 
 
+@pytest.mark.ci
 def test_a_backend_of_the_script_gives_the_bits_of_one_process(command: Command) -> None:
     command.script(with_backend())
     whole = uninterrupted(command)
@@ -86,6 +87,7 @@ def test_a_backend_that_rounds_is_refused_before_the_first_step(command: Command
     command.wait_until_gone()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "first", "facts"),
     [

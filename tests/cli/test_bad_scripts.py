@@ -65,6 +65,7 @@ QUICK = ("not a number", "a worker that dies")
 """Detected in the loop, and in a loader worker. tests/ranks/test_loop_contract.py covers the rest."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mistake", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MISTAKES])
 def test_a_mistake_ends_all_processes_with_one_message(command: Command, mistake: str) -> None:
     changes, words = MISTAKES[mistake]
@@ -136,6 +137,7 @@ def test_problems_of_train_checks_any_callable(train: object, shown: str) -> Non
     assert problems_of_train(Path("script.py"), train) == ([no_run_parameter(shown)] if shown else [])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("settings", "found"),
     [("unisono.Settings(steps=2)", "an object of Settings"), ("dict", "class dict"), ("3", "an object of int")],
@@ -168,6 +170,7 @@ def test_plain_python_refuses_a_main_without_a_run_parameter(command: Command) -
     assert not (command.folder / "out").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("given", "true"),
     [

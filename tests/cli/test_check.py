@@ -29,6 +29,7 @@ def check(folder: Path, script: str, capsys: pytest.CaptureFixture[str], *sets: 
 HASHED = "the order of a set"  # forked processes share the hash seed; tested below with real commands
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in WRONG if name != HASHED])
 def test_each_mistake_is_found_with_its_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     wrong = WRONG[name]
@@ -59,6 +60,7 @@ def test_correct_scripts_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [run["message"] for run in found["runs"][1:]] == ["equal"] * 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("steps", [1, 3])
 def test_an_unchecked_end_of_an_epoch_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int

@@ -155,6 +155,7 @@ def test_an_invalid_number_of_cpu_ranks_is_refused(
     assert do in problem.remedy
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "what",
     ["parallel.shard=2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("exchange=ddp", "parallel.tensor=2"))],

@@ -114,6 +114,7 @@ def train_here(world: World, folder: str, variables: list[dict[str, str]]) -> No
     runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.ci
 @each_engine
 def test_two_nodes_train_together(tmp_path: Path, alone: str, engine: Callable[[int, str], dict[str, str]]) -> None:
     skip_without_ipv6(engine)

@@ -81,6 +81,7 @@ def missing(kind: str) -> str:
     return next((package for package in needed if find_spec(package) is None), "")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "words",
     [
@@ -213,6 +214,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["branches", pytest.param("random", marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(command: Command, name: str) -> None:
     setting, expected = REFUSED[name]
@@ -237,6 +239,7 @@ WRONG = {
 }
 
 
+@pytest.mark.ci
 def test_wrong_requests(command: Command) -> None:
     trained(command)
     for name, (words, expected) in WRONG.items():
@@ -247,6 +250,7 @@ def test_wrong_requests(command: Command) -> None:
         assert not (command.folder / "model").exists(), name
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_and_an_existing_file(command: Command) -> None:
     trained(command)
     (command.folder / "model.pt2").write_text("mine")

@@ -122,6 +122,7 @@ BOUNDS = {"int8": (0.001, 0.02), "int8-dynamic": (0.001, 0.05), "int4": (0.02, 0
 """The difference to the unquantized model: at least, at most."""
 
 
+@pytest.mark.ci
 @needs_torchao
 @pytest.mark.parametrize(
     "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8-dynamic", "int4"))]

@@ -100,6 +100,7 @@ def test_logs_of_all_ranks_are_merged(command: Command) -> None:
     assert start < 60
 
 
+@pytest.mark.ci
 def test_a_dead_process_shows_its_last_lines(command: Command) -> None:
     command.script(TALKING)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "ends=die")

@@ -19,6 +19,7 @@ def samples_of(command: Command, run_dir: str) -> list[dict[str, Any]]:
     return list(read_samples(path))
 
 
+@pytest.mark.ci
 def test_a_run_samples_its_host_and_states_its_traffic(command: Command) -> None:
     command.script(SCRIPT)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", *QUICK, "--set", "machine.watts=100")

@@ -45,6 +45,7 @@ def page(port: int) -> str:
         return ""
 
 
+@pytest.mark.ci
 def test_the_page_is_read_while_a_run_trains(command: Command) -> None:
     command.script(LOGGING)
     port = free_port()
@@ -80,6 +81,7 @@ def test_a_port_in_use_is_one_message_and_training_continues(command: Command) -
     assert result(command, "out")["steps"] == 24
 
 
+@pytest.mark.ci
 def test_a_port_out_of_range_is_refused(command: Command) -> None:
     command.script(LOGGING)
     ended = command.run("run", "script.py", "--run-dir", "out", "--set", "metrics.port=94000")

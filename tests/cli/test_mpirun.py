@@ -70,6 +70,7 @@ def test_processes_with_variables_of_mpirun_have_the_bits_of_one_process(folder:
     assert result(folder, "both")["weights_sha256"] == result(folder, "alone")["weights_sha256"]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not here: Debian's openmpi-bin has it")
 def test_a_run_under_mpirun_has_the_bits_of_one_process(folder: Path) -> None:
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "script.py"]

@@ -32,6 +32,7 @@ def start_nodes(command: Command, *more: str, ranks: int = 3, nodes: int = 2, po
     return started[::-1]
 
 
+@pytest.mark.ci
 def test_nodes_train_together(command: Command) -> None:
     command.script(SCRIPT)
     whole = uninterrupted(command)

@@ -32,6 +32,7 @@ GREEDY = """
     """
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of the process")
 def test_the_parts_of_memory_and_settings_that_need_less_are_named(command: Command) -> None:
     command.script(GREEDY)

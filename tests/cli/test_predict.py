@@ -90,6 +90,7 @@ def numbers(command: Command, count: int = SAMPLES) -> list[float]:
     return values
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "words",
     [(), pytest.param(("--ranks", "2", "--set", "parallel.shard=2"), marks=pytest.mark.slow)],
@@ -126,6 +127,7 @@ print(float((net(x) - load_file('rows.safetensors')['output']).abs().max()))
     assert float(done.stdout) < 1e-5
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("end", ["SIGKILL of a process", pytest.param("Ctrl-C", marks=pytest.mark.slow)])
 def test_a_stopped_prediction_continues_on_another_number_of_processes(command: Command, end: str) -> None:
     trained(command)
@@ -193,6 +195,7 @@ def test_a_script_without_a_function_predicts_for_tensors(command: Command, monk
     assert "does not say how to predict" in ended.err
 
 
+@pytest.mark.ci
 def test_wrong_requests(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(command)
     numbers(command, 5)

@@ -56,6 +56,7 @@ def assert_nested(spans: list[dict[str, Any]]) -> None:
         ends.append(end)
 
 
+@pytest.mark.ci
 def test_the_steps_of_two_ranks_are_in_one_trace_and_the_bits_are_the_same(command: Command) -> None:
     command.script(SCRIPT)
     began = os.stat(command.folder).st_mtime_ns
@@ -126,6 +127,7 @@ def test_the_command_shows_operators_phases_and_memory(command: Command) -> None
     assert max(count for _, count in rank["memory"]["course"]) == rank["memory"]["peak_bytes"]
 
 
+@pytest.mark.ci
 def test_a_damaged_a_missing_and_a_half_written_trace_are_named(command: Command) -> None:
     command.script(SCRIPT)
     command.train("out", *STEPS, "--set=steps=11", ranks=2)

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 METHODS = ["MagnitudePruning(model", "MovementPruning(model, optimizer"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "method", [METHODS[0], pytest.param(METHODS[1], marks=pytest.mark.slow)], ids=["magnitude", "movement"]
 )

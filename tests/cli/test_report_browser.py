@@ -83,6 +83,7 @@ def tab(browser: Any, report: Path) -> Iterator[Tab]:
     context.close()
 
 
+@pytest.mark.ci
 def test_a_curve_is_zoomed_and_all_charts_follow(tab: Tab) -> None:
     plot = tab.page.locator(".plot .u-over").first
     box = plot.bounding_box()

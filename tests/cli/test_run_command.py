@@ -40,6 +40,7 @@ def test_every_rank_runs_the_script_as_python_does(command: Command) -> None:
     assert command.log(1) == "1 2 1 2 unisono False\nto stderr\n"
 
 
+@pytest.mark.ci
 def test_a_script_sees_its_own_arguments_only(command: Command) -> None:
     """The flags of Unisono do not reach an argument parser of the script, under any launcher."""
     command.script("unisono.main(lambda run: print(sys.argv[1:]))\nprint(sys.argv[-1])")
@@ -136,6 +137,7 @@ def test_a_process_that_exits_without_a_message_is_named(command: Command) -> No
     assert ended.last == "Its log is empty: out/log/rank-1.log"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("leave", ["sys.exit(0)", pytest.param("os._exit(0)", marks=pytest.mark.slow)])
 def test_an_exit_with_status_0_while_peers_need_the_process_is_named(command: Command, leave: str) -> None:
     command.script(f"""

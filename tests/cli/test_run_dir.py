@@ -79,6 +79,7 @@ FULL = """
     """
 
 
+@pytest.mark.ci
 def test_a_full_disk_is_reported_before_the_loop_and_nothing_remains(command: Command) -> None:
     command.script(FULL)
     ended = command.run("run", "script.py", "--ranks", "2", "--run-dir", "out", "--set", "steps=1")

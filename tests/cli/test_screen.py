@@ -98,6 +98,7 @@ def test_reports_do_not_wrap_on_a_narrow_terminal(tmp_path: Path, words: tuple[s
     assert too_long(raw, 60) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("variables", "colored"),
     [({}, True), pytest.param({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, marks=pytest.mark.slow)],
@@ -111,6 +112,7 @@ def test_a_terminal_has_colors_unless_no_color_is_set(tmp_path: Path, variables:
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", log)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("force", ["", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_pipe_has_no_control_characters_unless_color_is_forced(tmp_path: Path, force: str) -> None:
     (tmp_path / "wordy.py").write_text(WORDY)

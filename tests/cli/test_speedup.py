@@ -289,6 +289,7 @@ def test_wrong_requests(words: str, error: str, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith(error)
 
 
+@pytest.mark.ci
 def test_a_script_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Real processes on 2 ranks: the survey, the bits and the promise."""
     (tmp_path / "script.py").write_text(SCRIPT.replace("{optimizer}", "AdamW"))

@@ -17,6 +17,7 @@ RUN = "unisono run train.py"
 CHECK = "unisono check train.py --json"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "error", "facts", "do"),
     [

@@ -144,6 +144,7 @@ def test_a_key_ends_it_and_restores_the_terminal(running: tuple[Path, Any], key:
         terminal.close()
 
 
+@pytest.mark.ci
 def test_a_pipe_gets_the_rows_once(running: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     head, names, *rows = shown(running[0], capsys)
     assert re.fullmatch(r"out: running, step \d+ of 90000, [\d.]+ samples/s", head)

@@ -219,6 +219,7 @@ def check_trackio(folder: Folder) -> None:
     assert rows == expected
 
 
+@pytest.mark.ci
 @needs("trackio")
 def test_trackio_records_a_run(folder: Folder) -> None:
     assert folder.finish("trackio") == ""

@@ -246,6 +246,7 @@ def test_a_tracker_that_is_unknown_is_one_message(command: Command) -> None:
     assert not (command.folder / "out").exists()
 
 
+@pytest.mark.ci
 def test_numbers_of_a_run_are_in_metrics_csv(command: Command) -> None:
     command.script(LOGGING)
     ended = command.run("run", "script.py", "--run-dir", "out", "--set", "track=csv", "--set", "steps=6", "--json")

@@ -99,6 +99,7 @@ def test_twenty_killed_and_resumed_runs_have_the_same_bits(command: Command) -> 
         kill_and_resume(command, rng, whole, f"killed-{number}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_saves_ends_cleanly_and_shows_the_command_to_resume(
     command: Command, signal_number: signal.Signals
@@ -156,6 +157,7 @@ def test_a_resume_with_changed_settings_names_each_of_them(command: Command) -> 
     assert "seed from 0 to 7" in after["reason"]
 
 
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_named_and_skipped(command: Command) -> None:
     command.script(SCRIPT)
     whole = uninterrupted(command)
@@ -201,6 +203,7 @@ def test_plain_python_and_torchrun_give_the_same_bits(command: Command) -> None:
     )  # the command that messages propose
 
 
+@pytest.mark.ci
 def test_plain_python_reports_all_wrong_settings_with_status_2(command: Command) -> None:
     import subprocess
     import sys
@@ -235,6 +238,7 @@ def test_fifty_runs_in_a_row_end_without_output_on_stderr(command: Command) -> N
         assert ended.err == ""
 
 
+@pytest.mark.ci
 def test_a_run_resumes_after_a_failed_save(command: Command) -> None:
     """A file replaces the folder for checkpoints: no process can write there, not even as root."""
     command.script(
@@ -265,6 +269,7 @@ def uninterrupted_from(command: Command, script: str) -> dict[str, Any]:
     return uninterrupted(command)
 
 
+@pytest.mark.ci
 def test_a_finished_run_keeps_its_result(command: Command) -> None:
     command.script(SCRIPT)
     before = uninterrupted(command)
@@ -366,6 +371,7 @@ def test_a_small_batch_reduces_the_virtual_ranks_and_reports_it(command: Command
     assert "a virtual rank gets" not in explicit.out
 
 
+@pytest.mark.ci
 def test_a_signal_after_the_script_has_returned_changes_nothing(command: Command) -> None:
     """The last checkpoint is saved already; the run only has to write its result."""
     command.script("""

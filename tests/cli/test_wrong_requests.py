@@ -24,6 +24,7 @@ from unisono.errors import Problem
 from unisono.launcher import local_launch
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "error", "true", "do"),
     [

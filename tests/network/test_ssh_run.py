@@ -17,6 +17,7 @@ reason = namespaces.missing() or ssh_hosts.missing()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
 
 
+@pytest.mark.ci
 def test_three_hosts_have_the_bits_of_one_process(cluster: Cluster, fingerprint: str) -> None:
     status, err = cluster.run("--hosts", "a:1,b:2,c:1", "--run-dir", "three")
     assert status == 0, err

@@ -114,6 +114,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_any_number_of_processes(tmp_path: Path, reference: dict[str, Any], size: int) -> None:
     for found in run_ranks(trained_on, size, str(tmp_path), CONFIG):
@@ -121,6 +122,7 @@ def test_any_number_of_processes(tmp_path: Path, reference: dict[str, Any], size
         assert 0 < found["bytes"] < 4 * 4 * ADAPTER, "frozen weights, of 12 times that size, are exchanged"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("config", [SHARDED, BY_STEP], ids=["layer", "step"])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shards(tmp_path: Path, reference: dict[str, Any], size: int, config: Settings) -> None:
@@ -146,6 +148,7 @@ def test_dropout_of_the_adapter_changes_the_result(tmp_path: Path, reference: di
     assert found["weights"] != reference["weights"]
 
 
+@pytest.mark.ci
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     """It holds all weights of the model, and moments of the adapter's parameters only."""
     run_ranks(trained_on, 2, str(tmp_path), CONFIG)

@@ -127,6 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
     assert_same_results(runs, name)

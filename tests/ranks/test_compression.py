@@ -34,6 +34,7 @@ def compressed(kind: Any, **changes: Any) -> Settings:
     return settings(compress=CompressSettings(kind=kind, **OPTIONS.get(kind, {}) | options), **changes)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "nodes"),
     [
@@ -60,6 +61,7 @@ def test_ties_and_unused_parameters_on_five_processes(tmp_path: Path, kind: str)
     assert all(run["unused"] is None for run in runs)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "nodes"), every_pair(KINDS, [None, 2]))
 def test_a_resume_on_other_processes_continues_with_the_residuals(tmp_path: Path, kind: str, nodes: int | None) -> None:
     config = compressed(kind, groups=nodes)

@@ -212,6 +212,7 @@ def assert_close(found: dict[str, Any], truth: dict[str, Any]) -> None:
     assert re.search("other layouts than context=.* agree to rounding", found["promise"][1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("loop", "size"), [(train_gpt, 2), (train_gpt, 4), (train_tiny, 2), (train_recomputed, 2)])
 def test_a_model_in_slices_agrees_with_one_process(tmp_path: Path, single: Any, loop: Any, size: int) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(context=size))
@@ -236,6 +237,7 @@ WITH_OTHER_AXES = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("what", "loop"), every_pair(WITH_OTHER_AXES, [train_recomputed, train_gpt]))
 def test_replicas_and_shards_change_no_bit(
     tmp_path: Path, single: Any, context_only: Any, what: str, loop: Any
@@ -255,6 +257,7 @@ def context_only(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str
     }
 
 
+@pytest.mark.ci
 def test_with_tensor_parallelism(tmp_path: Path, single: Any) -> None:
     config = replace(CONFIG, parallel=ParallelSettings(context=2, tensor=2))
     for run in run_ranks(attempt, 4, tmp_path, train_gpt, config):
@@ -269,6 +272,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("what", CHANGES)
 def test_other_settings(tmp_path: Path, what: str) -> None:
     config = replace(CONFIG, **CHANGES[what])

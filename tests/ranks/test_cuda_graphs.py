@@ -125,6 +125,7 @@ def compare(tmp_path: Path, kind: str, size: int = 1, **changes: Any) -> list[tu
     return replayed
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -27,6 +27,7 @@ from unisono.testing import build_run, close_run, run_ranks
 from unisono.train.run import Run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "static"), every_pair(["mlp", "gpt"], [False, True]))
 def test_it_agrees_with_the_tree_to_rounding(tmp_path: Path, kind: str, static: bool) -> None:
     """Some processes are idle in an epoch's last step; gpt has tied, frozen and unused parameters."""

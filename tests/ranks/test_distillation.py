@@ -153,6 +153,7 @@ def test_a_sharded_teacher(tmp_path: Path, teacher_dir: Path, sizes: tuple[int, 
                 assert found[way] == reference[way], way
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("config", [CONFIG, SHARDED], ids=["whole", "sharded"])
 def test_a_resume_continues_with_the_same_teacher(tmp_path: Path, teacher_dir: Path, config: Settings) -> None:
     (reference,) = run_ranks(distill_all, 1, str(tmp_path / "whole"), str(teacher_dir), CONFIG)

@@ -125,6 +125,7 @@ def test_operations_are_right(body: Callable[[ProcessGroup], Any], apart: bool) 
     run_ranks(partial(in_group, body=body, apart=apart), 3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", [5, 8])
 @pytest.mark.parametrize("backend", ["tcp", "tls"])
 def test_operations_of_many_processes_are_right(size: int, backend: str) -> None:
@@ -184,6 +185,7 @@ def status_in_child(world: World, body: Callable[[ProcessGroup], Any], apart: bo
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("dies", "apart"),
     [

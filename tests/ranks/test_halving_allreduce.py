@@ -34,6 +34,7 @@ def run_halving(
     return grads
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("hosts", ["ab", "abc", "abcd", "aabb", "aabc", "abcdefgh", "aabbccdd"])
 @pytest.mark.parametrize("bucket_bytes", [100, 600])
 def test_the_sum_is_that_of_the_tree(hosts: str, bucket_bytes: int) -> None:

@@ -183,6 +183,7 @@ def return_cache(run: Run[Any]) -> Any:
     return model(input_ids=torch.ones(2, 3, dtype=torch.long))
 
 
+@pytest.mark.ci
 def test_pipeline_output_has_no_cache(tmp_path: Path) -> None:
     for results in run_ranks(
         attempt, 2, tmp_path, return_cache, replace(CONFIG, parallel=ParallelSettings(pipeline=2))

@@ -61,6 +61,7 @@ def draws(world: World, config: Settings, folder: str, stop_after: int | None = 
     return training.train(world, "sometimes", config, folder, noise=True, stop_after=stop_after, resume=resume)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("virtual_ranks", [1, 8])
 def test_data_that_draws_for_some_samples_only_gives_the_same_bits(tmp_path: Path, virtual_ranks: int) -> None:
     """With one virtual rank the generators are one stream, and a fetch that draws seeds it again.
@@ -87,6 +88,7 @@ def test_workers_that_hang_at_their_start_are_restarted(tmp_path: Path) -> None:
     assert isinstance(plain[0], list)
 
 
+@pytest.mark.ci
 def test_workers_that_never_start_raise_data_error(tmp_path: Path) -> None:
     for message in run_ranks(losses, 2, str(tmp_path), 100):
         assert "Cannot start 2 loader workers" in message

@@ -220,6 +220,7 @@ def stop_on_last_rank(run: Run[Settings], step: Any, model: nn.Module) -> None:
         run.stop()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("config", "stopped_after"), [(settings(14), 8), (STREAMING, 7)], ids=["plain", "streaming"])
 def test_stop_waits_for_synchronization_and_resume_is_bit_identical(
     config: Settings, stopped_after: int, tmp_path: Path

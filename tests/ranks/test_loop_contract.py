@@ -386,6 +386,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [end for size in (1, 2) for end in run_ranks(run_breaches, size, str(tmp_path_factory.mktemp("breaches")))]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("breach", BREACHES)
 def test_breach_raises_the_same_error_on_all_processes(results: list[dict[str, Any]], breach: str) -> None:
     first, *others = [end[breach] for end in results if breach in end]

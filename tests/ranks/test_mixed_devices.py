@@ -156,6 +156,7 @@ def kind_for(accelerator: str, kind: str) -> str:
     return kind if accelerator else kind + training.WITHOUT_DROPOUT
 
 
+@pytest.mark.ci
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", WAYS)
 def test_run_matches_up_to_rounding(accelerator: str, tmp_path: Path, case: str) -> None:

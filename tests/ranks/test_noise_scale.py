@@ -109,6 +109,7 @@ def test_any_number_of_processes_and_a_resume(tmp_path: Path) -> None:
         assert found == {**one, "scales": one["scales"][2:]}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "changes",
     [

@@ -207,6 +207,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return results_on_sizes(run_loops, tmp_path_factory.mktemp("odd"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", LOOPS)
 def test_bits_do_not_depend_on_the_number_of_processes(runs: list[dict[str, Any]], name: str) -> None:
     assert_same_results(runs, name)

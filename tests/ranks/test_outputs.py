@@ -163,6 +163,7 @@ def whole_batch(run: Run[Any]) -> Any:
     return max(apart.values())
 
 
+@pytest.mark.ci
 def test_mean_is_over_all_labels_of_the_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
     config = replace(CONFIG, batch=20, steps=1)

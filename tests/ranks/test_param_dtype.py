@@ -58,6 +58,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("placement", "case"), every_pair(PLACEMENTS, CASES))
 def test_any_placement_gives_the_bits_of_one_process(
     tmp_path: Path, single: dict[str, dict[str, Any]], case: str, placement: str
@@ -163,6 +164,7 @@ def test_layers_over_two_devices_of_one_process(tmp_path: Path) -> None:
     assert run_ranks(attempt, 1, tmp_path / "2", plain, replace(CONFIG, parallel=Low(**TWO_DEVICES))) == [found]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "other",
     [
@@ -220,6 +222,7 @@ def test_compiled_layers(tmp_path: Path) -> None:
     assert found(2, compile=True, shard=2, activation_checkpoint="full") == again
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_loaded_under_any_placement(tmp_path: Path) -> None:
     """Checkpoints hold float32, so a new placement loses nothing."""
     config, folder = settings(clip=0.5, parallel=Low()), tmp_path / "parts"

@@ -69,6 +69,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("schedule", "size"), every_pair(SCHEDULES, [4, 2]))
 def test_every_schedule_gives_the_bits_of_one_process(tmp_path: Path, single: Any, schedule: Any, size: int) -> None:
     config = replace(UNEVEN, parallel=ParallelSettings(pipeline=size, schedule=schedule))
@@ -171,6 +172,7 @@ def tied_lines(run: Run[Any]) -> Any:
     return train_language_model(run, text=False, tied=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("loop", [untied_text, untied_lines])
 def test_masks_positions_and_lines_of_varying_length(tmp_path: Path, loop: Any) -> None:
     (single,) = run_ranks(attempt, 1, tmp_path / "1", loop, UNEVEN)
@@ -243,6 +245,7 @@ def test_eight_processes(tmp_path: Path, single: Any, pipeline: int) -> None:
 # -- checkpoints of a pipeline
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_loaded_with_and_without_a_pipeline(tmp_path: Path) -> None:
     """Two groups of parameters, moments and a schedule; the run stops three times and resumes in other layouts."""
     config, folder = replace(UNEVEN, steps=8), tmp_path / "parts"

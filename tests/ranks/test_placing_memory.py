@@ -94,6 +94,7 @@ def place(world: World, parallel: dict[str, Any], folder: Path, source: str = "p
     return peak, found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_a_process_holds_its_part_and_a_layer_while_placing(name: str, tmp_path: Path) -> None:
     ranks = run_ranks(place, 2, PLACEMENTS[name], tmp_path / "2")
@@ -143,6 +144,7 @@ def resume(world: World, parallel: dict[str, Any], folder: Path, first: bool) ->
     return peak, found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["shard", *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "shard")]
 )

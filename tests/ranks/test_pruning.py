@@ -166,6 +166,7 @@ def prune_matrices(world: World, folder: str, config: Settings) -> Any:
     return attempt(world, Path(folder), loop, config)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("parallel", [ParallelSettings(shard=2), ParallelSettings(tensor=2)], ids=["shard", "tensor"])
 def test_parts_of_matrices_get_the_zeros_of_the_whole(tmp_path: Path, parallel: ParallelSettings) -> None:
     (alone,) = run_ranks(prune_matrices, 1, str(tmp_path / "alone"), CONFIG)
@@ -177,6 +178,7 @@ def test_parts_of_matrices_get_the_zeros_of_the_whole(tmp_path: Path, parallel: 
         assert zeros == of_average == alone[1]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("first", "second"), [((2, CONFIG), (3, CONFIG)), ((2, SHARDED), (1, CONFIG)), ((1, CONFIG), (2, SHARDED))]
 )

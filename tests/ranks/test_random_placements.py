@@ -97,6 +97,7 @@ def train(size: int, config: Settings, run: RandomRun, folder: Path, resume: boo
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", [*range(4), *SLOW])
 def test_layout_never_changes_the_result(tmp_path: Path, seed: int) -> None:
     draw = Random(seed)

@@ -101,6 +101,7 @@ def train_with_stealing(world: World, config: Settings, folder: str, kind: str, 
         return {"losses": losses, "rounds": rounds, "guests": guests, "state": run.context.state.fingerprint()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("case", "kind"), every_pair(CLAIMED, ["mlp", "gpt"]))
 def test_work_stealing_has_the_same_bits(tmp_path: Path, kind: str, case: tuple[int, dict[str, Any]]) -> None:
     size, changes = case

@@ -70,6 +70,7 @@ def trained(world: World, folder: str, config: Settings, new_seconds: float = 0.
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("new_seconds", [0.5, 1.0])
 def test_the_bits_are_those_of_an_unchanged_run(tmp_path: Path, new_seconds: float) -> None:
     (plain,) = run_ranks(trained, 1, str(tmp_path / "plain"), CONFIG)
@@ -82,6 +83,7 @@ def test_the_bits_are_those_of_an_unchanged_run(tmp_path: Path, new_seconds: flo
             assert [each["setting"] for each in found["plan"][1:]] == ["tree.bucket_mb"] * 2 * (size > 1)
 
 
+@pytest.mark.ci
 def test_layers_of_shards_keep_their_activations(tmp_path: Path) -> None:
     plain = Settings(steps=40, batch=8, virtual_ranks=4, seed=2, parallel=SHARDS)
     replanned = Settings(steps=40, batch=8, virtual_ranks=4, seed=2, parallel=SHARDS, plan=PlanSettings(auto=True))
@@ -103,6 +105,7 @@ def work(world: World, config: Settings, folder: Path, deaths: dict[int, tuple[s
         return fingerprint, run_result(run)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("backwards", [13, 33, 66])
 def test_the_trials_begin_again_after_a_death(tmp_path: Path, backwards: int) -> None:
     (plain,) = run_ranks(trained, 1, str(tmp_path / "plain"), CONFIG)

@@ -31,6 +31,7 @@ DEATHS = [("forward", 9), ("backward", 10), ("exchange", 3), ("update", 3)]
 STEP_IS_SLOW = ["layer", pytest.param("step", marks=pytest.mark.slow)]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("gather", "death"), every_pair(["layer", "step"], DEATHS))
 def test_the_other_replica_finishes_the_step(tmp_path: Path, gather: Gather, death: tuple[str, int]) -> None:
     losses, state = undisturbed(tmp_path, noise=False)

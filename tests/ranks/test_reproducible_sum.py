@@ -31,6 +31,7 @@ from unisono.testing import run_ranks
 from unisono.train.run import Run
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
 def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, kind: str) -> None:
     config = settings(exchange="wide")

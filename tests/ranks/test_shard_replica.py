@@ -162,6 +162,7 @@ PLACEMENTS: dict[str, tuple[int, ParallelSettings, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("what", "make"), every_pair(PLACEMENTS, MAKES))
 def test_lost_state_is_restored(tmp_path: Path, reference: dict[Any, list[Any]], what: str, make: Any) -> None:
     size, parallel, lost = PLACEMENTS[what]

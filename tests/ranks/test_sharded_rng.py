@@ -46,6 +46,7 @@ def train(world: World, how: str, folder: str, config: Settings) -> tuple[str, s
         return run.context.state.fingerprint(), run_promise(run)[0]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", CHANGES)
 def test_noise_for_a_sharded_tensor_is_that_of_a_whole_one(how: str, tmp_path: Path) -> None:
     config = Settings(steps=3, batch=8, virtual_ranks=2)

@@ -119,6 +119,7 @@ def assert_same(tmp_path: Path, ways: dict[str, SpeedSettings], sizes: tuple[int
     return reference
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sizes", [(2, 3), pytest.param((5, 8), marks=pytest.mark.slow)], ids=str)
 def test_any_number_of_processes(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     found = assert_same(tmp_path, EAGER, sizes, CONFIG)
@@ -127,6 +128,7 @@ def test_any_number_of_processes(tmp_path: Path, sizes: tuple[int, ...]) -> None
     assert len({bits[name] for name in ("plain", "fused", "math", "all")}) == 4
 
 
+@pytest.mark.ci
 def test_shards(tmp_path: Path) -> None:
     ways = {name: EAGER[name] for name in ("plain", "foreach", "fused", "channels_last", "math")}
     assert_same(tmp_path, ways, (2,), replace(CONFIG, parallel=SHARDED))
@@ -186,6 +188,7 @@ def implementations(world: World, folder: str, speed: SpeedSettings, steps: int)
     return attempt(world, Path(folder), loop, replace(CONFIG, steps=steps, speed=speed), resume=True)
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("parallel", [ParallelSettings(), SHARDED], ids=["whole", "shards"])
 def test_emulated_float8(tmp_path: Path, parallel: ParallelSettings) -> None:

@@ -130,6 +130,7 @@ def test_every_sample_is_seen_once_an_epoch(whole: dict[str, Any]) -> None:
         assert sum(seen.values()) == 2 * LENGTH + BATCH
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("before", "after"), [*product((1, 2, 3, 4), repeat=2)])
 def test_stopped_on_some_processes_and_resumed_on_others(
     whole: dict[str, Any], stopped: Any, data: Path, tmp_path: Path, before: int, after: int

@@ -39,6 +39,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, comparable(out)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("size", "count"), [(2, 1), (4, 1), (4, 2), (5, 3)])
 def test_servers_match_one_process(reference: tuple[str, Any], size: int, count: int, tmp_path: Path) -> None:
     kind, expected = reference
@@ -85,6 +86,7 @@ def train_part(world: World, folder: str, config: Settings, stop_after: int | No
     return out["losses"], out["state"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("before", "after"), [((4, 2), (3, 1)), ((3, 1), (4, 2)), ((2, 0), (4, 2)), ((4, 2), (1, 0))])
 def test_resume_with_other_servers_or_without(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
     """The second number of each pair is that of servers; 0: exchange=tree."""

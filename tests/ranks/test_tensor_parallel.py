@@ -44,6 +44,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
     return trained(1, tmp_path_factory.mktemp("truth"))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("size", "axes"),
     [
@@ -184,6 +185,7 @@ def test_predictions_are_whole(tmp_path: Path, settings_of_layout: dict[str, Any
         assert rows == pytest.approx(truth, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_loaded_under_another_layout(tmp_path: Path, truth: TrainResult) -> None:
     trained(2, tmp_path, replace(CONFIG, steps=2), tensor=2)
     more = replace(CONFIG, steps=4)

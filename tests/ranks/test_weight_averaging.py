@@ -42,6 +42,7 @@ def measure(out: torch.Tensor, _: Any, y: torch.Tensor) -> tuple[torch.Tensor, i
     return F.cross_entropy(out, y, reduction="sum"), len(y)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("size", "parallel"),
     [

@@ -47,6 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, toy: dict[str, Any]) -> 
     return train_on_one_process("distill", tmp_path_factory.mktemp("reference") / "run", sets=toy)
 
 
+@pytest.mark.ci
 def test_two_processes_print_metrics_and_match_one(
     tmp_path: Path, toy: dict[str, Any], reference: dict[str, Any]
 ) -> None:
@@ -133,6 +134,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_teachers_are_refused(tmp_path: Path, toy: dict[str, Any], name: str) -> None:
     changed, expected = WRONG[name]

@@ -49,6 +49,7 @@ def test_invalid_model_or_parallelism_is_refused(model: Model, parallel: Paralle
         Settings(model=model, parallel=parallel)
 
 
+@pytest.mark.ci
 def test_two_processes_print_metrics_and_match_one(tmp_path: Path, reference: dict[str, Any]) -> None:
     result, screen = train(tmp_path / "run", 2)
     assert "license PSF" in screen

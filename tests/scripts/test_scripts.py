@@ -21,6 +21,7 @@ MOST_INVALID = 5
 """Largest number of these scripts that may fail on one process, for instance because torch lacks an operator."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("seed", range(QUICK))
 def test_exact_promise_is_kept(seed: int, tmp_path: Path) -> None:
     verdict = judge(seed, tmp_path)

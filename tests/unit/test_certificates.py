@@ -69,6 +69,7 @@ def test_the_secret_of_another_use_is_another_key() -> None:
     assert len({SECRET.derive(b"certificate authority"), SECRET.derive(b"store"), b"a secret of the run"}) == 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("foreign_end", [0, 1])
 @pytest.mark.parametrize("kind", ["expired", "other authority", "revoked", "run"])
 def test_wrong_certificates_are_refused(tmp_path: Path, kind: str, foreign_end: int) -> None:

@@ -286,6 +286,7 @@ def test_changes_bits_contains_the_settings_that_affect_the_result() -> None:
     assert expected <= set(values)
 
 
+@pytest.mark.ci
 @given(
     st.text(alphabet=st.characters(exclude_categories=["Cs"])),
     st.floats(allow_nan=False),

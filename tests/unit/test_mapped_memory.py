@@ -175,11 +175,13 @@ def in_process(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not report peak memory")
 def test_a_model_in_files_needs_little_resident_memory() -> None:
     assert int(in_process(PEAK)) < 96  # 384 MB of weights in layers of 16 MB
 
 
+@pytest.mark.ci
 def test_a_full_disk_leaves_tensors_in_ordinary_memory() -> None:
     """A limit on the size of files is what a process can set for itself; fallocate fails as on a full disk."""
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
@@ -220,6 +222,7 @@ def test_weights_that_a_library_has_mapped_are_moved_into_files(tmp_path: Path) 
     assert torch.equal(params[1], weights["b"])
 
 
+@pytest.mark.ci
 def test_what_a_forked_process_writes_stays_there() -> None:
     """Attributes that are no parameters stay in the files; a loader's worker is forked with them."""
     found = in_process("""

@@ -114,6 +114,7 @@ def test_a_certificate_must_name_the_host(tmp_path: Path, caplog: pytest.LogCapt
     assert "Refused rank 2 at 127.0.0.1: The certificate of rank 2 on host c names another host." in caplog.text
 
 
+@pytest.mark.ci
 def test_strangers_do_not_keep_a_member_out(tmp_path: Path) -> None:
     """2,000 connections that are silent, send garbage, or stop in the middle of TLS, without a secret before it."""
     authority = Authority(tmp_path)

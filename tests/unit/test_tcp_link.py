@@ -120,6 +120,7 @@ def meet(world: World) -> list[int]:
         return list(links)
 
 
+@pytest.mark.ci
 def test_workers_and_servers_find_each_other() -> None:
     assert run_ranks(meet, 5) == [[1, 2, 3, 4], [0, 2, 3, 4], [0, 1], [0, 1], [0, 1]]
 
