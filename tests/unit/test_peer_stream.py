@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 
-from unisono.distributed.connections.peer_stream import (
-    CHUNK_BYTES,
+from unisono.distributed.connections.message_frames import (
     CONTINUE,
     FRAME_BYTES,
     HEADER,
-    LOW_WATER,
     SMALL_BYTES,
-    PeerStream,
     Transfer,
     frames,
 )
+from unisono.distributed.connections.peer_stream import CHUNK_BYTES, LOW_WATER, PeerStream
 
 LARGE = 4 * CHUNK_BYTES + 3
 

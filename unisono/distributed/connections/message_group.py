@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.distributed.connections.message_frames import Transfer
 from unisono.distributed.connections.message_loop import LOOP
 from unisono.distributed.connections.pairwise import Tensors
 from unisono.distributed.connections.peer_connections import Identity, PeerConnections
-from unisono.distributed.connections.peer_stream import Transfer
 from unisono.distributed.process_group import TIMEOUT
 
 CONNECT_RELAXATION = 5

@@ -16,7 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from unisono.distributed.connections.peer_stream import CLOSED, PeerStream, Transfer
+from unisono.distributed.connections.message_frames import Transfer
+from unisono.distributed.connections.peer_stream import CLOSED, PeerStream
 
 CLOSE_SECONDS = 10.0
 """Time limit for closing connections, which takes no time unless the thread is starved."""
