@@ -98,6 +98,49 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "m.safetensors").exists()
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_damaged_checkpoint_of_a_run_is_named(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one that is intact is exported. Weights of a run that has not ended say so."""
+    monkeypatch.chdir(tmp_path)
+    paths = [save(Path("out"), step, {"model": MLP().state_dict()}, {"models": ["model"]}, 2) for step in (1, 2)]
+    Path("script.py").write_text("")
+    Path("out", "settings.toml").write_text("")
+    Path("out", "environment.json").write_text('{"script": "script.py"}')
+    (paths[1] / "state.json").write_text("{}")
+    note = "The checkpoint after step 2 is damaged and skipped"
+    if kind == "safetensors":
+        assert main(["export", "out", "m.safetensors"]) == 0
+        screen = capsys.readouterr()
+        assert note in screen.err
+        assert screen.out.startswith("The run has not ended: this is its newest checkpoint.\nm.safetensors: ")
+        assert "after step 1" in screen.out
+    (paths[0] / "state.json").write_text("{}")
+    assert main(["export", "out", "m", "--format", kind]) == 1
+    text = " ".join(capsys.readouterr().err.split())
+    assert note in text
+    what = "weights in" if kind == "safetensors" else "model of"
+    assert f"Cannot export the {what} out. It has 2 checkpoints, and none is intact: " in text
+    assert "Next: restore one of them from a copy." in text
+    assert not Path("m").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.export.json"])
+def test_report_and_card_replace_no_file(
+    trained: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("mine")
+    words = ["export", str(trained), str(tmp_path / "README"), "--format", "torch"]
+    assert main(words) == 2
+    assert f"{name} exists.\n" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    assert main([*words, "--force"]) == 2
+    assert f"{name} is a folder.\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message", "do"),
     [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.command import Command, last_json
-from unisono.cli.compare.program_export import replace_folder
+from unisono.cli.compare.program_export import replace_files, replace_folder
 from unisono.errors import SettingsError
 from unisono.export import formats
 
@@ -136,7 +136,11 @@ def test_nothing_is_lost(command: Command) -> None:
         assert (ended.status, "Only an earlier export is replaced." in ended.err) == (2, True), ended.err
     (command.folder / "helper.py").unlink()
     ended = command.run("export", "out", "model.pt2", "--format", "torch", "--force", times=3)
-    assert (ended.status, "No module named 'helper'" in ended.err) == (1, True), ended.err
+    expected = (
+        "Cannot export the model of out: its script fails.\n  ModuleNotFoundError: No module named 'helper'\n  Next: "
+    )
+    assert (ended.status, expected in ended.err) == (1, True), ended.err
+    assert "unisono export out model.safetensors" in ended.err
     assert "Traceback" not in ended.err
     assert (mine / "thesis.tex").read_text() == "mine"
     assert torch.export.load(command.folder / "model.pt2").module()(torch.ones(5, 3, 16, 16)).shape == (5, 4)
@@ -162,3 +166,17 @@ def test_an_earlier_export_is_replaced_as_a_whole(tmp_path: Any) -> None:
     with pytest.raises(FileNotFoundError):
         replace_folder(new, out)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/new"]
+
+
+def test_files_are_replaced_together(tmp_path: Any) -> None:
+    """A disk that becomes full after the program was copied leaves the earlier program and its report."""
+    (tmp_path / "new").write_bytes(b"program")
+    (tmp_path / "model").write_bytes(b"earlier")
+    contents = {tmp_path / "model": tmp_path / "new", tmp_path / "report": "text", tmp_path / "gone" / "card": "text"}
+    with pytest.raises(FileNotFoundError):
+        replace_files(contents)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new"]
+    assert (tmp_path / "model").read_bytes() == b"earlier"
+    replace_files({tmp_path / "model": tmp_path / "new", tmp_path / "report": "text"})
+    assert (tmp_path / "model").read_bytes() == b"program"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "new", "report"]

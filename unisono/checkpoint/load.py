@@ -62,26 +62,37 @@ def newest(run_dir: Path, note: Callable[[str], None], accept: Accept = any_sign
     Raises:
         CheckpointError: All checkpoints are damaged, or the newest intact one is not accepted.
     """
-    damages = []
+    found, damages = _newest_intact(run_dir, note)
+    if found is not None:
+        accept(found)
+    elif damages:
+        raise CheckpointError(
+            f"Cannot resume the run in {run_dir}: no checkpoint is intact.",
+            f"It has {plural(len(damages), 'checkpoint')}: {'; '.join(damages)}.",
+            "restore one of them from a copy, or begin again in another directory (--run-dir DIR, without --resume).",
+        )
+    return found
+
+
+def _newest_intact(run_dir: Path, note: Callable[[str], None]) -> tuple[Path | None, list[str]]:
+    """Return the newest intact checkpoint, None if there is none, and the damages of newer ones."""
+    damages: list[str] = []
     for storage in storages_of(run_dir):
         found = checkpoints_at(storage)
         for steps in found:
             path = storage.fetch(steps, run_dir / "checkpoints")
             damage = manifest.damage_of(path)
             if damage is None:
-                accept(path)
-                return path
+                return path, damages
             damages.append(damage)
             note(f"The checkpoint after step {steps} is damaged and skipped: {damage}.")
         if found:
             break  # locations that the run used earlier hold earlier steps
-    if not damages:
-        return None
-    raise CheckpointError(
-        f"Cannot resume the run in {run_dir}: no checkpoint is intact.",
-        f"It has {plural(len(damages), 'checkpoint')}: {'; '.join(damages)}.",
-        "restore one of them from a copy, or begin again in another directory (--run-dir DIR, without --resume).",
-    )
+    return None, damages
+
+
+def silent(text: str) -> None:
+    """Ignore a sentence about a damaged checkpoint that is skipped."""
 
 
 def localize(path: Path, run_dir: Path, accept: Accept = any_signature) -> Path:
@@ -163,28 +174,37 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"Cannot read the checkpoint {path}.", f"{type(error).__name__}: {error}", remedy)
 
 
-def complete_checkpoint(path: Path, error: str, accept: Accept = any_signature) -> Path:
+def complete_checkpoint(
+    path: Path, error: str, accept: Accept = any_signature, note: Callable[[str], None] = silent
+) -> Path:
     """Return the newest intact checkpoint of a run directory, or the checkpoint itself if it is intact.
 
     Args:
         path: A run directory or a checkpoint.
         error: First line of the error, with {} for the path.
         accept: As for `newest`.
+        note: As for `newest`.
 
     Raises:
         CheckpointError: There is no intact checkpoint, or it is not accepted.
     """
-    is_checkpoint = any((path / name).is_file() for name in (STATE, manifest.MANIFEST))
-    folder = path if is_checkpoint else newest(path, note=lambda text: None)
+    folder: Path | None = path
+    if any((path / name).is_file() for name in (STATE, manifest.MANIFEST)):
+        damages = [damage] if (damage := manifest.damage_of(path)) is not None else []
+    else:
+        folder, damages = _newest_intact(path, note)
+        if folder is not None:
+            damages = []
+    if damages:
+        several = f"It has {plural(len(damages), 'checkpoint')}, and none is intact: " if folder is None else ""
+        do = "name another checkpoint." if folder is not None else "restore one of them from a copy."
+        raise CheckpointError(error.format(path), f"{several}{'; '.join(damages)}.", do)
     if folder is None:
         raise CheckpointError(
             error.format(path),
             "There is no checkpoint in it." if path.is_dir() else "There is no such directory.",
             "name a run's directory (runs/...) or one of its checkpoints (runs/.../checkpoints/step-...).",
         )
-    damage = manifest.damage_of(folder)
-    if damage is not None:
-        raise CheckpointError(error.format(folder), f"{damage}.", "name another checkpoint.")
     accept(folder)
     return folder
 

@@ -185,6 +185,16 @@ def suffix_of(name: str) -> str:
     return FORMATS[name].suffix
 
 
+def report_beside(out: Path) -> Path:
+    """Return the file for the report of an export that is a file. An export that is a folder contains its report."""
+    return out.with_name(f"{out.name}.export.json")
+
+
+def card_beside(out: Path) -> Path:
+    """Return the file for the model card of an export that is a file."""
+    return out.with_name(f"{out.name}.md")
+
+
 def bound_of(name: str, quantize: str) -> float:
     """Return the largest relative difference of outputs that an export may have.
 
@@ -210,12 +220,12 @@ def require_format(name: str, line: str) -> None:
     known = FORMATS[name]
     missing = [package for package in known.packages if find_spec(package) is None]
     if missing:
-        fact = f"{known.text.capitalize()} needs {' and '.join(missing)}."
+        fact = f"{known.text[0].upper()}{known.text[1:]} needs {' and '.join(missing)}."
         raise SettingsError(
             f"--format {name} needs packages that are not installed.", fact, f"pip install '{known.install}'"
         )
     if known.tools and not any(map(shutil.which, known.tools)):
-        fact = f"{known.text.capitalize()} needs {' or '.join(known.tools)}."
+        fact = f"{known.text[0].upper()}{known.text[1:]} needs {' or '.join(known.tools)}."
         raise SettingsError(f"--format {name} needs a compiler.", fact, "install g++, or: --format torch")
 
 

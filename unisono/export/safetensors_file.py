@@ -11,7 +11,7 @@ first one, as in files of safetensors' own save_model.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,12 @@ class ExportedWeights(NamedTuple):
 
 
 def export(
-    path: Path, out: Path, model: str | None = None, *, accept: load.Accept = load.any_signature
+    path: Path,
+    out: Path,
+    model: str | None = None,
+    *,
+    accept: load.Accept = load.any_signature,
+    note: Callable[[str], None] = load.silent,
 ) -> ExportedWeights:
     """Write the weights of a run's newest complete checkpoint, or of one checkpoint, to a file.
 
@@ -51,12 +56,13 @@ def export(
         out: The file to write.
         model: Export only the model tracked under this name, without the prefix.
         accept: Raises CheckpointError for a checkpoint whose signature is missing or wrong.
+        note: Called with a sentence about every damaged checkpoint that is skipped.
 
     Raises:
         CheckpointError: There is no intact checkpoint, or the file cannot be written.
         SettingsError: No model of that name is tracked.
     """
-    folder = load.complete_checkpoint(path, "Cannot export the weights in {}.", accept)
+    folder = load.complete_checkpoint(path, "Cannot export the weights in {}.", accept, note)
     names = load.metadata_of(folder)["models"]
     if model is not None and model not in names:
         fact = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."

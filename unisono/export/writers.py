@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,28 +189,71 @@ def write_executorch(model: torch.nn.Module, call: ModelCall, path: Path, reques
 
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.contiguous()  # neither XNNPACK nor the runtime takes weights in channels_last
+    for part in model.modules():
+        if isinstance(part, torch.nn.EmbeddingBag):
+            part.forward = partial(_bags_of_rows, part)  # type: ignore[method-assign]
     program = _exported(model, call)
     largest = _sizes_of_example(program, call)
     for symbol, known in list(program.range_constraints.items()):
         program.range_constraints[symbol] = ValueRanges(known.lower, largest.get(symbol, known.upper))
     sizes = _sizes(program)
     try:
-        content, operators = _lowered(program, xnnpack=True), "XNNPACK"
+        lowered, operators = _lowered(program, xnnpack=True), "XNNPACK"
     except Exception:  # XNNPACK refuses some layouts, and more than one free size
-        content, operators = _lowered(program, xnnpack=False), "portable"
-    path.write_bytes(content)
+        lowered, operators = _lowered(program, xnnpack=False), "portable"
+    if missing := _missing_operators(lowered.executorch_program):
+        raise LoopError(
+            f"Cannot export the {type(_bare(model)).__name__} as {FORMATS['executorch'].text}.",
+            f"The runtime has no operator {', '.join(missing)}.",
+            "change the model so that it does without, or choose a format that has it: --format onnx or torch",
+        )
+    path.write_bytes(bytes(lowered.buffer))
     return {"inputs": sizes, "operators": operators}
 
 
-def _lowered(program: torch.export.ExportedProgram, *, xnnpack: bool) -> bytes:
-    """Return the content of a file of ExecuTorch, with operators of XNNPACK or only its own portable ones."""
+def _bags_of_rows(bag: torch.nn.EmbeddingBag, rows: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+    """Compute sums or means of embeddings with operators that ExecuTorch has; others with the module's own operator.
+
+    Args:
+        bag: The module.
+        rows: Rows of the embedding, integers [bags, entries], for the sums and means.
+        others: Further arguments of the module.
+        named: The same by name.
+
+    Returns:
+        The outputs of the module, [bags, width].
+    """
+    if rows.dim() != 2 or others or named or bag.mode == "max" or bag.max_norm is not None:
+        return torch.nn.EmbeddingBag.forward(bag, rows, *others, **named)
+    counted = torch.ones_like(rows, dtype=bag.weight.dtype)
+    if bag.padding_idx is not None:
+        counted = (rows != bag.padding_idx).to(bag.weight.dtype)
+    total = (torch.nn.functional.embedding(rows, bag.weight) * counted[..., None]).sum(1)
+    return total / counted.sum(1, keepdim=True).clamp(min=1) if bag.mode == "mean" else total
+
+
+def _lowered(program: torch.export.ExportedProgram, *, xnnpack: bool) -> Any:
+    """Return a program of ExecuTorch, with operators of XNNPACK or only its own portable ones."""
     from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
     from executorch.exir import to_edge_transform_and_lower
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        lowered = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()] if xnnpack else [])
-    return bytes(lowered.to_executorch().buffer)
+        edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()] if xnnpack else [])
+    return edge.to_executorch()
+
+
+def _missing_operators(program: Any) -> list[str]:
+    """Return the operators of a program of ExecuTorch that its runtime lacks. The runtime itself says only 0x14."""
+    from executorch.runtime import Runtime
+
+    known = set(Runtime.get().operator_registry.operator_names)
+    needed = {
+        f"{each.name}.{each.overload}" if each.overload else each.name
+        for plan in program.execution_plan
+        for each in plan.operators
+    }
+    return sorted(needed - known)
 
 
 def _sizes_of_example(program: torch.export.ExportedProgram, call: ModelCall) -> dict[Any, int]:

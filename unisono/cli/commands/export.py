@@ -14,18 +14,21 @@ from cyclopts import Parameter
 
 from unisono.checkpoint.signature import private_key, sign_export, trusted_keys
 from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
-from unisono.cli.compare.program_export import ProgramExportRun
-from unisono.cli.compare.rerun import earlier
+from unisono.cli.compare.program_export import NOT_ENDED, ProgramExportRun, to_stderr
+from unisono.cli.compare.rerun import earlier, is_run
 from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
 from unisono.export.formats import (
     WEIGHTS,
     ExportRequest,
+    card_beside,
+    report_beside,
     require_flags,
     require_format,
     require_quantization,
     suffix_of,
 )
+from unisono.report.result_file import read_result
 
 ShardSize = Annotated[
     str | None,
@@ -120,7 +123,7 @@ def export(
 
     if quantize is not None:
         require_quantization(quantize, kind, shlex.join(["unisono", "export", str(folder), str(out)]))
-    _check_paths(folder, out, kind, line, force=force)
+    _check_paths(folder, out, kind, line, quantized=quantize is not None, force=force)
     flags = {"--shard-size": shard_size, "--tokenizer": tokenizer}
     require_flags(kind, flags, shlex.join(["unisono", "export", str(folder), str(out)]))
     if kind != WEIGHTS or quantize is not None:
@@ -131,15 +134,18 @@ def export(
     return _export_weights(folder, out, model, sign, trust, as_json=json)
 
 
-def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *, force: bool) -> None:
+def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *, quantized: bool, force: bool) -> None:
     """Raise SettingsError if there is nothing to export, or if it cannot be written."""
     if error := no_checkpoint(folder):
         facts = "The first argument is a run directory, or a checkpoint."
         raise SettingsError(error, facts, line(Path(with_checkpoints(folder)), out))
     require_format(kind, shlex.join(["unisono", "export", str(folder), str(out)]))
-    if out.is_dir() and suffix_of(kind):
+    written = _written(out, kind, quantized=quantized)
+    if suffix_of(kind) and (folders := [each for each in written if each.is_dir()]):
         raise SettingsError(
-            f"{out} is a folder.", "An export is one file.", line(folder, out / f"model{suffix_of(kind)}")
+            f"{folders[0]} is a folder.",
+            "An export is one file.",
+            line(folder, (out if out.is_dir() else out.parent) / f"model{suffix_of(kind)}"),
         )
     if not out.parent.is_dir():
         do = f"mkdir -p {out.parent} && {line(folder, out, *['--force'] * force)}"
@@ -148,10 +154,17 @@ def _check_paths(folder: Path, out: Path, kind: str, line: Callable[..., str], *
         other = out.with_name(f"{out.resolve().name}-2")
         fact = "It has files, and no export.json. Only an earlier export is replaced."
         raise SettingsError(f"{out} is no export.", fact, line(folder, other))
-    if out.exists() and not force:
+    if not force and (there := [each for each in written if each.exists()]):
         other = out.with_name(f"{out.stem}-2{out.suffix}")
         do = f"{line(folder, out, '--force')}, or: {line(folder, other)}"
-        raise SettingsError(f"{out} exists.", "An existing file is overwritten only with --force.", do)
+        raise SettingsError(f"{there[0]} exists.", "An existing file is overwritten only with --force.", do)
+
+
+def _written(out: Path, kind: str, *, quantized: bool) -> list[Path]:
+    """Return what an export writes: the program, and beside a file its report and its model card."""
+    if (kind == WEIGHTS and not quantized) or not suffix_of(kind):
+        return [out]
+    return [out, report_beside(out), card_beside(out)]
 
 
 def _export_weights(
@@ -162,13 +175,15 @@ def _export_weights(
     from unisono.export.safetensors_file import export as write  # here, because it loads torch
 
     key = private_key(sign) if sign is not None else None
-    done = write(folder, out, model, accept=only_signed(trusted_keys(trust)))
+    done = write(folder, out, model, accept=only_signed(trusted_keys(trust)), note=to_stderr)
     signature = sign_export(out, key) if key is not None else None
     if as_json:
         summary = {name: str(v) if isinstance(v, Path) else v for name, v in done._asdict().items()}
         summary["signature"] = None if signature is None else str(signature)
         print(json_.dumps(summary))
         return 0
+    if is_run(folder) and read_result(folder) is None:
+        print(NOT_ENDED)
     print(f"{done.path}: {plural(done.tensors, 'tensor')} after step {done.step}, {done.bytes / 1e6:.1f} MB")
     for name, first in done.aliases.items():
         print(f"{name} is tied to {first}, and is written once")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import unisono.export
-from unisono.checkpoint.signature import TrustedKey, check_checkpoint
+from unisono.checkpoint.signature import TrustedKey
 from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun
+from unisono.config.wording import wrapped
+from unisono.environment import terminal_columns
 from unisono.errors import CheckpointError, SettingsError
-from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of
+from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of, card_beside, report_beside
 from unisono.export.model_card import model_card
 from unisono.launcher.supervisor import RunOutcome
 from unisono.report.result_file import read_result
@@ -27,6 +30,9 @@ PLAIN_PROGRAM = (
     *("speed.optimizer=script", "speed.channels_last=false", "speed.attention=any", "speed.float8=none"),
 )
 """Settings that change how a model computes, and not its weights. Results depend on them."""
+
+NOT_ENDED = "The run has not ended: this is its newest checkpoint."
+"""The first line about an export of such a run."""
 
 LOAD_AGAIN = Path(unisono.export.__file__).with_name("load_again.py")
 """The program of the fresh process. It is not imported here, because it loads torch."""
@@ -67,12 +73,17 @@ class ProgramExportRun(Verification):
 
     def run(self) -> int:
         """Export the model, and return the exit status."""
-        step, checkpoint = self.again.checkpoint()
-        if checkpoint is None:
-            fact, do = "It has no intact checkpoint.", f"unisono fingerprint {self.shown}, which says what is damaged"
-            raise CheckpointError(f"Cannot export the model of {self.shown}.", fact, do)
-        if self.trust:
-            check_checkpoint(checkpoint, self.trust)
+        from unisono.checkpoint import load  # here, because it loads torch
+
+        accept = load.only_signed(self.trust)
+        checkpoint = load.complete_checkpoint(self.shown, "Cannot export the model of {}.", accept, to_stderr)
+        try:
+            return self._export(checkpoint)
+        finally:
+            load.release(checkpoint)
+
+    def _export(self, checkpoint: Path) -> int:
+        """Export the model of a checkpoint, and return the exit status."""
         samples = self._write(checkpoint)
         if samples is None:
             return self._leave(1)
@@ -85,7 +96,7 @@ class ProgramExportRun(Verification):
             compared |= {f"unquantized_{name}": before[name] for name in names if name in before}
         report = {
             "run": str(self.shown),
-            "step": step,
+            "step": int(checkpoint.name.rpartition("-")[2]),
             "format": self.format,
             **known,
             "weights_sha256": self._fingerprint(checkpoint),
@@ -116,9 +127,28 @@ class ProgramExportRun(Verification):
             if outcome.failure is None:
                 fact, do = "The script ends before its first step.", "--format safetensors exports the weights"
                 raise SettingsError(f"Cannot export the model of {self.shown}.", fact, do)
-            print(reason_of(outcome)[0], file=sys.stderr)
+            self._report_failure(outcome, checkpoint)
             return None
         return folder
+
+    def _report_failure(self, outcome: RunOutcome, checkpoint: Path) -> None:
+        """Print the message of this library with which the script ended.
+
+        Raises:
+            CheckpointError: It ended with another one.
+        """
+        message, _ = reason_of(outcome)
+        record = outcome.failure.record if outcome.failure is not None else None
+        if record is not None and record.problems:
+            print(message.replace(str(self.folder / "run" / "checkpoints"), str(checkpoint.parent)), file=sys.stderr)
+            return
+        kind = f"{record.kind}: " if record is not None and record.traceback else ""
+        weights = f"unisono export {shlex.quote(str(self.shown))} model{FORMATS[WEIGHTS].suffix}"
+        raise CheckpointError(
+            f"Cannot export the model of {self.shown}: its script fails.",
+            f"{kind}{(message.strip().splitlines() or ['it has no message'])[0]}",
+            f"restore what the script needs, such as its modules and data, or export the weights: {weights}",
+        )
 
     def _run_script(self, name: str, checkpoint: Path, trace: str) -> RunOutcome:
         """Run the script on one process from the checkpoint, with an inspection."""
@@ -182,24 +212,23 @@ class ProgramExportRun(Verification):
         """Move the program to its place, with report and model card beside it."""
         card = model_card(self.again.run_dir or self.shown, report)
         text = json.dumps(report, indent=1) + "\n"
-        draft = self.out.with_name(f".{self.out.name}.{os.getpid()}.unfinished")
         try:
             if program.is_dir():
-                shutil.copytree(program, draft)
-                (draft / "export.json").write_text(text, encoding="utf-8")
-                (draft / "README.md").write_text(card, encoding="utf-8")
-                replace_folder(draft, self.out)
+                draft = draft_of(self.out)
+                try:
+                    shutil.copytree(program, draft)
+                    (draft / "export.json").write_text(text, encoding="utf-8")
+                    (draft / "README.md").write_text(card, encoding="utf-8")
+                    replace_folder(draft, self.out)
+                finally:
+                    shutil.rmtree(draft, ignore_errors=True)
             else:
-                shutil.copyfile(program, draft)
-                self.out.with_name(f"{self.out.name}.export.json").write_text(text, encoding="utf-8")
-                self.out.with_name(f"{self.out.name}.md").write_text(card, encoding="utf-8")
-                draft.replace(self.out)
+                replace_files({self.out: program, report_beside(self.out): text, card_beside(self.out): card})
         except OSError as error:
-            shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
             fact = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"Cannot write {self.out}.", fact, "name another path.") from error
         if read_result(self.again.run_dir or self.shown) is None:
-            self._say("The run has not ended: this is its newest checkpoint.")
+            self._say(NOT_ENDED)
         self._say(
             f"{self.out}: {report['class']}, {report['parameters']:,} parameters after step {report['step']}, "
             f"{report['bytes'] / 1e6:.1f} MB"
@@ -225,6 +254,33 @@ class ProgramExportRun(Verification):
 
     def _facts(self, status: int) -> dict[str, Any]:
         return {"out": str(self.out)}
+
+
+def to_stderr(text: str) -> None:
+    """Print a line on standard error: standard output may be JSON."""
+    print(wrapped(text, terminal_columns()), file=sys.stderr, flush=True)
+
+
+def draft_of(out: Path) -> Path:
+    """Return the path beside another one at which its new content is written first."""
+    return out.with_name(f".{out.name}.{os.getpid()}.unfinished")
+
+
+def replace_files(contents: Mapping[Path, Path | str]) -> None:
+    """Write files, each a copy of a file or a text. None is replaced before all could be written."""
+    drafts = {draft_of(path): path for path in contents}
+    try:
+        for draft, path in drafts.items():
+            content = contents[path]
+            if isinstance(content, str):
+                draft.write_text(content, encoding="utf-8")
+            else:
+                shutil.copyfile(content, draft)
+        for draft, path in drafts.items():
+            draft.replace(path)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
 
 
 def replace_folder(new: Path, out: Path) -> None:

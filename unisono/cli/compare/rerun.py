@@ -185,7 +185,7 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
 def refuse_unrepeatable(settings: Mapping[str, Any], run_dir: Path) -> None:
     """Raise SettingsError for a run whose steps one process cannot repeat."""
     exchange = str(settings.get("exchange"))
-    why = EXCHANGES[exchange].not_replayed
+    why = EXCHANGES[exchange].not_replayed if exchange in EXCHANGES else ""  # the run refuses an unknown one by name
     if why and not (exchange == "server" and settings.get("server.staleness") == 0):
         do = f"look at its losses in {run_dir / 'timeline'}"
         raise SettingsError(f"A run with exchange = {exchange} cannot be repeated.", why, do)
