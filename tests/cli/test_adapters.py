@@ -125,15 +125,23 @@ def weights_of(command: Command, run: str) -> str:
     return str(json.loads((command.folder / run / "result.json").read_text())["weights_sha256"])
 
 
+LAYOUTS = {
+    "lora": ("--ranks", "3"),
+    "int8": ("--ranks", "2"),  # each process imports torchao, transformers and peft
+    "int8 in shards": ("--ranks", "4", "--set", "parallel.shard=2"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["lora", "int8", "int8 in shards"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_the_others_continue_when_a_process_dies(command: Command, kind: str) -> None:
     if kind != "lora":
         pytest.importorskip("torchao", reason="needs pip install torchao")
-    model = ("--set", f"kind={kind.split()[0]}")
-    trained(command, *model)
+    model, layout = ("--set", f"kind={kind.split()[0]}"), LAYOUTS[kind]
+    command.script(SCRIPT)
+    command.train("out", *model)
     alone = weights_of(command, "out")
-    layout = ("--ranks", "4", "--set", "parallel.shard=2") if "shards" in kind else ("--ranks", "3")
     ended = command.run("run", "script.py", "--run-dir", "dies", "--set", "dies=true", *model, *layout, times=3)
     assert ended.status == 0, ended.err
     assert "Process 1 died of SIGKILL" in ended.err
