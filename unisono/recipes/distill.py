@@ -161,7 +161,7 @@ def prune(large: GPT, shape: Model, sample: Tensor) -> GPT:
         return large
     seen: dict[nn.Module, Tensor] = {}
     hooks = [module.register_forward_pre_hook(lambda m, args: seen.update({m: args[0]})) for module in large.modules()]
-    large(sample)
+    large.eval()(sample)
     for hook in hooks:
         hook.remove()
     norms = [large.norm, *(norm for block in blocks(large) for norm in (block.norm_look, block.norm_think))]
