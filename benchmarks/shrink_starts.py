@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from unisono.recipes import image, speech
 
+EXACT = "gelsd"
+"""The driver of least squares. torch's default one found too low a rank where a channel was constant."""
+
 
 def inputs_of(model: nn.Module, *batch: Tensor) -> dict[nn.Module, Tensor]:
     """Return what each module of a model is given for a batch, in eval mode."""
@@ -29,8 +32,8 @@ def most_used(rows: Tensor, weight: Tensor, count: int) -> Tensor:
 
 def predicted(rows: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least squares prediction of all channels from those that are kept: [channels, kept] and [channels]."""
-    known = torch.cat([rows[:, kept], torch.ones(len(rows), 1)], 1)
-    found = torch.linalg.lstsq(known, rows).solution.T
+    known = torch.cat([rows[:, kept], torch.ones(len(rows), 1)], 1).double()
+    found = torch.linalg.lstsq(known, rows.double(), driver=EXACT).solution.T.float()
     return found[:, :-1], found[:, -1]
 
 
@@ -92,7 +95,7 @@ def zero_mean_basis(width: int) -> Tensor:
 def through_norm(norm: nn.LayerNorm, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the next layer's weights are multiplied by, the narrower norm's bias, and what that bias lacks."""
     weight = norm.weight[:, None] * basis
-    shift = torch.linalg.lstsq(weight, norm.bias[:, None]).solution[:, 0]
+    shift = torch.linalg.lstsq(weight, norm.bias[:, None], driver=EXACT).solution[:, 0]
     return weight, shift, norm.bias - weight @ shift
 
 

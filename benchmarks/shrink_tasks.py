@@ -108,13 +108,22 @@ def text_task() -> Task:
 
 
 def image_task() -> Task:
-    """The recipe's model for 1,438 digits. The student has all stages, with half of the channels."""
+    """The recipe's model for 1,438 digits. The student has all stages, with half of the channels.
+
+    A model with the first two stages has the same size, and does a little better alone.
+    """
     settings = image.Settings(source="digits")
     data = load_images("digits", None)
     train_set, valid_set = image.build_datasets(data, settings)
 
     def build(width: int = settings.model.width) -> image.ResNet:
         return image.ResNet(data.train.images.shape[1:], len(data.classes), replace(settings.model, width=width))
+
+    def build_alone() -> image.ResNet:
+        model = build()
+        model.blocks = model.blocks[:2]
+        model.head = nn.Linear(model.head.in_features // 2, model.head.out_features)
+        return model
 
     def build_student() -> image.ResNet:
         return build(settings.model.width // 2)
@@ -125,15 +134,16 @@ def image_task() -> Task:
         steps=180,
         rate=settings.lr,
         alone_rate=4e-2,
-        student_rate=2e-2,
+        student_rate=5e-3,
         decay=settings.weight_decay,
         train_set=train_set,
         valid_set=valid_set,
         build=build,
-        build_alone=build_student,
+        build_alone=build_alone,
         build_student=build_student,
         begin=lambda model: narrow_image(model, build_student(), torch.stack([x for x, _ in spread_over(plain)])),
         loss=image.loss_sum,
+        temperature=4.0,
     )
 
 

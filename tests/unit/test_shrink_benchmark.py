@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.shrink import Row, loss, quality, recovered
-from benchmarks.shrink_starts import narrow_speech
-from unisono.recipes import speech
+from benchmarks.shrink_starts import narrow_image, narrow_speech
+from unisono.recipes import image, speech
 
 
-def test_a_narrow_student_begins_with_all_that_the_teacher_uses() -> None:
+def test_a_narrow_speech_student_begins_with_all_that_the_teacher_uses() -> None:
     """A teacher whose states have half of its channels in a rotated basis, and that uses half of its neurons."""
     shape = speech.Model(mels=6, width=16, depth=2)
     torch.manual_seed(0)
@@ -30,6 +30,25 @@ def test_a_narrow_student_begins_with_all_that_the_teacher_uses() -> None:
             block.norm.bias.copy_(directions @ torch.randn(7))
         small = narrow_speech(large, replace(shape, width=8), frames, mask)
         torch.testing.assert_close(small.eval()(frames, mask), large(frames, mask), rtol=1e-3, atol=1e-3)
+    assert sum(p.numel() for p in small.parameters()) < 0.3 * sum(p.numel() for p in large.parameters())
+
+
+def test_a_narrow_image_student_begins_with_all_that_the_teacher_uses() -> None:
+    """A teacher that uses half of the channels of each layer."""
+    shape = image.Model(width=8)
+    torch.manual_seed(0)
+    large, small = (image.ResNet((1, 8, 8), 5, replace(shape, width=width)) for width in (8, 4))
+    images = torch.randn(32, 1, 8, 8)
+    with torch.no_grad():
+        for norm in large.modules():
+            if isinstance(norm, torch.nn.BatchNorm2d):
+                for value in (norm.weight, norm.bias, norm.running_mean):
+                    assert value is not None
+                    torch.nn.init.normal_(value)
+                norm.weight[::2] = norm.bias[::2] = 0
+        student = narrow_image(large, small, images).eval()
+        torch.testing.assert_close(student(images), large.eval()(images), rtol=1e-3, atol=1e-3)
+    assert student(images).std() > 0.1
     assert sum(p.numel() for p in small.parameters()) < 0.3 * sum(p.numel() for p in large.parameters())
 
 
