@@ -25,6 +25,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from unisono.cli.tuning.search_space import Choice, Dimension
 from unisono.cli.tuning.variant_names import build_pruner, build_sampler
 from unisono.config import CommandLine
+from unisono.errors import StudyError, UnisonoError
 
 STUDY_ATTRIBUTES = "unisono:study"
 """The system attribute of a trial with those of its study, after the trial was asked for."""
@@ -96,7 +97,7 @@ class Optimizer:
             earlier: All trials of earlier rounds, by number.
             count: The number of trials to ask for.
         """
-        with quiet():
+        with quiet(), self._errors():
             sampler = build_sampler(self.sampler, (self.seed * 1_000_003 + len(earlier)) % 2**32, self.space, self.line)
             study, storage = self._study(earlier, sampler)
             for _ in range(count):
@@ -104,6 +105,20 @@ class Optimizer:
             asked = study.get_trials(deepcopy=False)[len(earlier) :]
             shared = storage.get_study_system_attrs(storage.get_study_id_from_name(IN_MEMORY))
         return [Proposal(trial.params, {**trial.system_attrs, STUDY_ATTRIBUTES: shared}) for trial in asked]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Name the sampler in place of an error that it raises only once it draws."""
+        try:
+            yield
+        except UnisonoError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            line = self.line.without("--resume").without("--sampler")
+            raise StudyError(
+                f"The sampler {self.sampler} cannot draw trials.", f"Optuna: {reason}", str(line)
+            ) from error
 
     def judge(self, earlier: Sequence[FrozenTrial], asked: Sequence[FrozenTrial], place: int) -> PruningJudge:
         """Return what decides whether a trial is pruned.

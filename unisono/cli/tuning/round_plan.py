@@ -7,6 +7,8 @@ see the results of earlier rounds, and nothing of each other. The processes that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 
@@ -46,6 +48,28 @@ class RunningTrial(NamedTuple):
     ranks: int
     virtual_ranks: int
     seconds: float | None
+
+
+@dataclass
+class MoveTimes:
+    """The time that a move takes, as this study has measured it.
+
+    Attributes:
+        starts: Seconds from the start of a run to its first step.
+        moves: Seconds from the signal that stopped a trial to the first step of the trial on more processes.
+    """
+
+    starts: list[float] = field(default_factory=list)
+    moves: list[float] = field(default_factory=list)
+
+    @property
+    def expected_seconds(self) -> float:
+        """The median of the moves. Before the first one, that of the starts, since a move contains one."""
+        return median(self.moves or self.starts or [0.0])
+
+    def as_json(self) -> Mapping[str, float | None]:
+        """Return the number of moves, and their median time."""
+        return {"moves": len(self.moves), "move_seconds": median(self.moves) if self.moves else None}
 
 
 def larger(trials: Sequence[RunningTrial], free: int, restart_seconds: float) -> Mapping[int, int]:

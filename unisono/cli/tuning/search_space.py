@@ -143,12 +143,17 @@ def _list_of(name: str, spec: str, problem: Any) -> Dimension | Problem:
         values = tomllib.loads(f"value = {spec}")["value"]
     except tomllib.TOMLDecodeError:
         values = [_value_of(word.strip()) for word in inner.split(",")]
-    choices = tuple(each if isinstance(each, Choice) else shown(each) for each in values)
+    choices = tuple(each if isinstance(each, Choice) and _is_finite(each) else shown(each) for each in values)
     if len({shown(choice) for choice in choices}) < len(choices):
         distinct = dict.fromkeys(map(shown, choices))
         twice: Problem = problem("A value is there twice.", f"{name}=[{','.join(distinct)}]")
         return twice
     return Dimension(name, "choices", choices=choices)
+
+
+def _is_finite(value: Choice) -> bool:
+    """Return whether a value equals itself after it was stored. TOML reads the words nan and inf as numbers."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _value_of(word: str) -> Any:

@@ -36,6 +36,7 @@ class StudyRecord:
         round_size: The number of trials of a round.
         storage: The address of the database; "": the journal.
         optuna: The version of Optuna.
+        trials: The number of trials. A study that continues may have another one.
     """
 
     script: str
@@ -50,11 +51,17 @@ class StudyRecord:
     round_size: int
     storage: str
     optuna: str
+    trials: int
 
     @property
     def names(self) -> list[str]:
         """The names of the objectives."""
         return [name for name, _ in self.objectives]
+
+    @property
+    def directions(self) -> list[str]:
+        """The directions of the objectives, "minimize" or "maximize"."""
+        return [direction for _, direction in self.objectives]
 
     @property
     def is_measured(self) -> bool:
@@ -70,7 +77,7 @@ class StudyRecord:
         before = read_record(folder)
         now = json.loads(json.dumps(asdict(self)))
         found = []
-        for name in (field.name for field in fields(self)):
+        for name in (field.name for field in fields(self) if field.name != "trials"):
             if before.get(name) != now[name]:
                 facts = f"It was {before.get(name)}, and is {now[name]}."
                 do = f"the same as before, or a new study: {line.without('--resume').flag('--run-dir', f'{folder}-2')}"

@@ -14,19 +14,17 @@ from optuna.trial import FrozenTrial, TrialState
 from unisono.cli.request.request_checks import ScriptReport, check_settings
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.tuning.proposals import Optimizer, PruningJudge
-from unisono.cli.tuning.round_plan import RunningTrial, larger, rounds, share, taken
-from unisono.cli.tuning.study_record import BUILT_IN, StudyRecord
+from unisono.cli.tuning.round_plan import MoveTimes, RunningTrial, larger, rounds, share, taken
+from unisono.cli.tuning.study_record import BUILT_IN, FILE, StudyRecord
 from unisono.cli.tuning.study_storage import StudyStorage
 from unisono.cli.tuning.study_table import TrialRow
 from unisono.cli.tuning.trial_process import POLL_SECONDS, VALUES, TrialProcess
 from unisono.cli.tuning.trial_values import TrialValues
 from unisono.config import CommandLine, nearest_name, shown
-from unisono.errors import SettingsError
+from unisono.errors import SettingsError, StudyError
 from unisono.report.result_file import read_result
 
 STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-RESTART_SECONDS = 5.0
-"""The time that a move takes, before one was measured."""
 
 
 @dataclass
@@ -42,7 +40,10 @@ class ActiveTrial:
         known: Intermediate values that the storage has already, by step.
         judged: The number of reports that the judge has seen.
         verdict: The state in which it ends, and why; None: not decided.
-        moves: Whether it was stopped in order to continue on more processes.
+        decided: The number of steps after which the judge or a value that is not finite ended it; 0: neither.
+        moves: The number of processes on which it continues; 0: it was not stopped for a move.
+        stopped: The time of the signal that stopped it for a move, in seconds since 1970; 0: the move was measured.
+        timed: The time of the newest beginning that was measured.
     """
 
     number: int
@@ -53,7 +54,10 @@ class ActiveTrial:
     known: Mapping[int, float]
     judged: int = 0
     verdict: tuple[TrialState, str] | None = None
+    decided: int = 0
     moves: int = 0
+    stopped: float = 0.0
+    timed: float = 0.0
     reports: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -74,6 +78,7 @@ class StudyRun:
         moving: Whether trials continue on processes that become free.
         say: Prints a line.
         line: The typed command, for messages.
+        times: What moves have taken in this execution.
     """
 
     folder: Path
@@ -89,15 +94,17 @@ class StudyRun:
     moving: bool
     say: Callable[[str], None]
     line: CommandLine
+    times: MoveTimes = field(default_factory=MoveTimes)
 
     def run(self) -> list[TrialRow]:
         """Run all trials that have not finished, and return all rows."""
         for numbers in rounds(self.trials, self.record.round_size):
             known = self.storage.trials()
-            if all(n < len(known) and known[n].state.is_finished() for n in numbers):
-                continue
-            whole = range(numbers.start, numbers.start + self.record.round_size)
-            self._run_round(whole, numbers, self._asked(whole, known))
+            if not all(n < len(known) and known[n].state.is_finished() for n in numbers):
+                whole = range(numbers.start, numbers.start + self.record.round_size)
+                self._run_round(whole, numbers, self._asked(whole, known))
+            if numbers.start == 0:
+                self._require_metrics([row_of(trial) for trial in self.storage.trials()[: numbers.stop]])
         return [row_of(trial) for trial in self.storage.trials()[: self.trials] if trial.state.is_finished()]
 
     def _asked(self, numbers: range, known: Sequence[FrozenTrial]) -> list[FrozenTrial]:
@@ -119,12 +126,14 @@ class StudyRun:
         running: list[ActiveTrial] = []
         try:
             while waiting or running:
+                self._require_folder()
                 self._start(waiting, running)
                 if self.moving and not waiting:
                     self._move(running)
                 for trial in list(running):
                     ended = not trial.process.is_running
                     self._judge(trial)
+                    self._time(trial)
                     if ended:
                         running.remove(trial)
                         self._ended(trial, waiting)
@@ -135,9 +144,13 @@ class StudyRun:
             for trial in running:
                 trial.process.wait()
             raise
-        rows = [row_of(trial) for trial in self.storage.trials()[numbers.start : numbers.stop]]
-        if numbers.start == 0:
-            self._require_metrics(rows)
+
+    def _require_folder(self) -> None:
+        """Raise StudyError if the folder of the study was removed."""
+        if not (self.folder / FILE).is_file():
+            facts = f"{self.folder / FILE} was removed while the study was running."
+            do = self.line.without("--resume").flag("--run-dir", f"{self.folder}-2")
+            raise StudyError("The folder of the study is gone.", facts, f"{do} (from the start)")
 
     def _active(self, number: int, earlier: Sequence[FrozenTrial], asked: Sequence[FrozenTrial], whole: range) -> Any:
         """Return a trial that is about to run."""
@@ -165,14 +178,34 @@ class StudyRun:
             if not free:
                 return
             trial = waiting.pop(0)
-            trial.values.read()
-            if trial.values.is_complete or self._judge(trial):  # before the command was killed
+            if self._ended_before(trial):
                 self._finish(trial)
                 continue
             count = trial.moves or share(self.processes, self.at_once, len(waiting) + len(running) + 1)
             trial.process.start(taken(self.processes, used, min(free, count, trial.most)))
             trial.moves = 0
             running.append(trial)
+
+    def _ended_before(self, trial: ActiveTrial) -> bool:
+        """Return whether a trial ended before the command was killed, or before the database was lost."""
+        failure = trial.process.recorded_failure()
+        trial.values.read()
+        if not (trial.values.is_complete or self._judge(trial) or failure):
+            return False
+        trial.process.release()
+        if trial.verdict is None and failure:
+            trial.verdict = TrialState.FAIL, failure
+        return True
+
+    def _time(self, trial: ActiveTrial) -> None:
+        """Measure how long the newest start took, or the move, once the loop of the trial has begun."""
+        begun = float(trial.values.begin.get("t", 0.0))
+        if begun <= max(trial.process.began, trial.timed):
+            return
+        self.times.starts.append(begun - trial.process.began)
+        if trial.stopped:
+            self.times.moves.append(begun - trial.stopped)
+        trial.timed, trial.stopped = begun, 0.0
 
     def _move(self, running: Sequence[ActiveTrial]) -> None:
         """Stop trials that continue on more processes."""
@@ -187,10 +220,10 @@ class StudyRun:
             begun = float(trial.values.begin.get("t", 0.0)) > 0 and trial.values.newest > trial.values.begin["t"]
             seconds = trial.values.seconds_left() if begun else None
             candidates.append(RunningTrial(trial.number, len(trial.process.slots), most, seconds))
-        for number, ranks in larger(candidates, free, RESTART_SECONDS).items():
+        for number, ranks in larger(candidates, free, self.times.expected_seconds).items():
             trial = next(trial for trial in running if trial.number == number)
             self.say(f"trial {number} moves from {len(trial.process.slots)} to {ranks} processes")
-            trial.moves = ranks
+            trial.moves, trial.stopped = ranks, time.time()
             trial.process.stop()
 
     def _ended(self, trial: ActiveTrial, waiting: list[ActiveTrial]) -> None:
@@ -226,6 +259,7 @@ class StudyRun:
                 if trial.judge.prunes(step, value):
                     trial.verdict = TrialState.PRUNED, f"{name} was {value:.6g} at step {step}."
             if trial.verdict is not None:
+                trial.decided = step + 1
                 trial.process.stop()
                 return True
         return False
@@ -241,7 +275,8 @@ class StudyRun:
             for n, v in zip(self.record.names, found, strict=True)
             if v is not None and not math.isfinite(v)
         ]
-        if trial.verdict is None and missing:
+        never = missing[:1] if trial.verdict is None else []
+        if never:
             trial.verdict = TrialState.FAIL, f"It never logs {missing[0]}; it logs {', '.join(values.names)}."
         elif trial.verdict is None and wrong:
             trial.verdict = TrialState.FAIL, wrong[0]
@@ -252,13 +287,15 @@ class StudyRun:
         elif state == TrialState.PRUNED:
             result = [trial.reports[-1][1]]
         made = read_result(trial.process.run_dir) or {}
-        steps = trial.reports[-1][0] + 1 if state == TrialState.PRUNED else values.steps
+        steps = trial.decided or values.steps
         facts = {"steps": steps, "total": values.total, "computed_steps": values.steps, "reason": reason}
         facts |= {"promise": made.get("promise", "")}
         if state == TrialState.COMPLETE:
             facts |= {"weights_sha256": made.get("weights_sha256")}
-        if missing:
-            facts |= {"missing": missing[0], "logged": values.names}
+        if never:
+            facts |= {"missing": never[0], "logged": values.names}
+        if state == TrialState.FAIL:
+            trial.process.record_failure(reason)
         self.storage.finish(trial.number, state, result, facts, trial.judge.system_attrs)
         self.say(self._line_of(trial, state, result, reason, steps))
 

@@ -13,6 +13,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy import make_url
 
 from unisono.cli.tuning.proposals import Proposal, quiet
 from unisono.config import CommandLine
@@ -21,6 +22,8 @@ from unisono.errors import StudyError
 JOURNAL = "study.journal"
 LOCK_SECONDS = 5
 """After this time the lock of a journal counts as left behind by a process that was killed."""
+PATIENCE_SECONDS = 30.0
+"""The time for which a study waits for a database of SQLite that another process has locked. Its trials train on."""
 
 
 class StudyStorage:
@@ -31,28 +34,32 @@ class StudyStorage:
         url: The address of a database; "": the journal.
         name: The name of the study.
         directions: "minimize" or "maximize", for each objective.
-        fresh: Whether the folder is new, and `ran`, whether a trial of the study has begun.
+        fresh: Whether the folder is new.
         line: The typed command, for messages.
+
+    Attributes:
+        where: The database.
+        is_new: Whether the database did not have the study.
 
     Raises:
         StudyError: The database cannot be used.
     """
 
     def __init__(
-        self, folder: Path, url: str, name: str, directions: Sequence[str], line: CommandLine, *, fresh: bool, ran: bool
+        self, folder: Path, url: str, name: str, directions: Sequence[str], line: CommandLine, *, fresh: bool
     ) -> None:
-        self._where, self._line = url or str(folder / JOURNAL), line
+        self.where, self._line, self._fresh = url or str(folder / JOURNAL), line, fresh
+        self._file: Path | None = None
         with self._errors():
             self._storage = _open(folder, url)
             known = {study.study_name for study in self._storage.get_all_studies()}
-        if name not in known and ran:
-            facts = f"{self._where} has no study {name}, and {folder} has trials of it."
-            raise StudyError("The trials of the study are gone.", facts, f"restore {self._where}, then: {line}")
+            self._file = _file_of(url) if url else folder / JOURNAL
+        self.is_new = name not in known
         if name in known and fresh and url:
-            facts = f"{self._where} has a study {name}, and {folder} has none of its trials."
+            facts = f"{self.where} has a study {name}, and {folder} has none of its trials."
             raise StudyError("The study exists already.", facts, str(line.flag("--run-dir", f"{folder}-2")))
         with self._errors():
-            if name not in known:
+            if self.is_new:
                 self._storage.create_new_study([StudyDirection[each.upper()] for each in directions], name)
             self._study = self._storage.get_study_id_from_name(name)
 
@@ -109,6 +116,8 @@ class StudyStorage:
     def _errors(self) -> Iterator[None]:
         """Name the database in place of an error of Optuna, SQLAlchemy or a driver."""
         try:
+            if self._file is not None and not self._file.exists():
+                raise FileNotFoundError("it was removed while the study was running")
             with quiet():
                 yield
         except StudyError:
@@ -116,17 +125,36 @@ class StudyStorage:
         except Exception as error:
             cause = error.__cause__ or error
             reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            facts = f"{self._where}: {reason}. Trials that ran are in the folder of the study, so nothing is lost."
-            raise StudyError(
-                "The database of the study cannot be used.", facts, f"{self._line.flag('--resume')}"
-            ) from error
+            facts, do = f"{self.where}: {reason}.", str(self._line.without("--resume").flag("--resume"))
+            if not self._fresh or self._file is not None:
+                facts += " Trials are in the folder of the study, so nothing is lost."
+            else:
+                do = f"{self._line.without('--storage')} (a journal in the folder of the study)"
+            raise StudyError("The database of the study cannot be used.", facts, do) from error
 
 
 def _open(folder: Path, url: str) -> BaseStorage:
     if url:
-        return RDBStorage(url)
-    path = str(folder / JOURNAL)
-    return JournalStorage(JournalFileBackend(path, lock_obj=JournalFileSymlinkLock(path, grace_period=LOCK_SECONDS)))
+        arguments = {"timeout": PATIENCE_SECONDS} if url.startswith("sqlite") else {}
+        return RDBStorage(url, engine_kwargs={"connect_args": arguments})
+    path = folder / JOURNAL
+    _cut_torn_line(path)
+    lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_SECONDS)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def _file_of(url: str) -> Path | None:
+    """Return the file of a database of SQLite; None: it has none, or is on a server."""
+    address = make_url(url)
+    return Path(address.database) if address.get_backend_name() == "sqlite" and address.database else None
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove a line without end, which a full disk or a power failure has left. Optuna would append to it."""
+    data = path.read_bytes() if path.is_file() else b""
+    if data and not data.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(data.rfind(b"\n") + 1)
 
 
 VERSION = optuna.__version__

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.config import shown
+from unisono.cli.tuning.study_record import StudyRecord
+from unisono.config import CommandLine, plural, shown
+from unisono.errors import StudyError
 
 ROWS = 20
 """Trials in the table, at most."""
@@ -78,3 +80,49 @@ def table(rows: Sequence[TrialRow], names: Sequence[str], directions: Sequence[s
         yield "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
     if len(rows) > ROWS:
         yield f"and {len(rows) - ROWS} more: --json lists all"
+
+
+def result_of(rows: Sequence[TrialRow], record: StudyRecord) -> dict[str, Any]:
+    """Return the result of a study for JSON."""
+    promises = {row.facts.get("promise") for row in complete(rows)}
+    exact = promises <= {"exact"} and not record.is_measured
+    reason = "every trial is exact, and draws depend on results of earlier rounds"
+    if record.is_measured:
+        reason = "an objective is measured, and draws depend on it"
+    elif not exact:
+        reason = f"trials promise {', '.join(sorted(str(each) for each in promises))}"
+    return {
+        "promise": "exact" if exact else "tolerance",
+        "reason": reason,
+        "objectives": record.names,
+        "best": [row.number for row in pareto_front(rows, record.directions)],
+        "trials": [row.as_json() for row in rows],
+        "steps": sum(row.facts.get("steps", 0) for row in rows),
+        "steps_without_pruning": sum(row.facts.get("total" if row.state == "pruned" else "steps", 0) for row in rows),
+    }
+
+
+def print_study(rows: Sequence[TrialRow], record: StudyRecord, result: Mapping[str, Any], line: CommandLine) -> None:
+    """Print the table of a study and the command that trains with the best settings."""
+    print("\n" + "\n".join(table(rows, record.names, record.directions)))
+    states = [row.state for row in rows]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
+    saved = 1 - result["steps"] / max(1, result["steps_without_pruning"])
+    print(f"\n{plural(len(rows), 'trial')}: {counts}. Pruning saved {saved:.0%} of the steps.")
+    print(f"promise: {result['promise']} ({result['reason']})")
+    for number in result["best"][:3]:
+        print(f"  Next: {_training(rows[number], record, line)}")
+
+
+def _training(row: TrialRow, record: StudyRecord, line: CommandLine) -> CommandLine:
+    """Return the command that trains with the settings of a trial."""
+    sets = [word for each in (*record.sets, *row.sets.split()) for word in ("--set", each)]
+    return CommandLine(("unisono", "run", line.words[2], *sets))
+
+
+def require_complete(rows: Sequence[TrialRow], record: StudyRecord, line: CommandLine) -> None:
+    """Raise StudyError if no trial has completed."""
+    failed = [row for row in rows if row.state == "failed"]
+    if failed and not complete(rows):
+        facts = f"{plural(len(failed), 'trial')} failed, the last one: {failed[-1].facts.get('reason')}"
+        raise StudyError("No trial has completed.", facts, str(_training(failed[-1], record, line)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,15 +10,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR, is_in_use, stop_run
+from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR, is_in_use, stop_run, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.environment import inherited, variables
+from unisono.errors import StudyError
 from unisono.json_forms import parse
 from unisono.security.file_modes import make_folder
 
 VALUES = "values"
 """The folder in a trial's run directory with the values that its processes record."""
+
+TRIAL = "trial.json"
+"""The file in a trial's run directory with its settings, and with the reason of a failure."""
 
 POLL_SECONDS = 0.05
 """Time between two looks at a run."""
@@ -34,6 +40,7 @@ class TrialProcess:
         request: The flags of the run, with the settings of the trial.
         run_dir: Its run directory.
         slots: The places of its processes among those of the study; (): it is not running.
+        began: The time of the newest start, in seconds since 1970.
     """
 
     script: Path
@@ -46,11 +53,9 @@ class TrialProcess:
     def start(self, slots: Sequence[int]) -> None:
         """Start the run on these places, or continue it from its newest checkpoint."""
         make_folder(self.run_dir)
-        if is_in_use(self.run_dir):  # by processes of a command that was killed
-            stop_run(self.run_dir, reason="the study continues")
-        while is_in_use(self.run_dir):
-            time.sleep(POLL_SECONDS)
-        self.slots, self.began = tuple(slots), time.monotonic()
+        self.release()
+        write(self.run_dir / TRIAL, json.dumps(self._record()) + "\n")
+        self.slots, self.began = tuple(slots), time.time()
         resume = (self.run_dir / "settings.toml").exists()  # without a checkpoint, it starts from the beginning
         sets = (*self.request.sets, CHECKPOINTS_IN_RUN_DIR)
         trace = f"{VALUES}:{(self.run_dir / VALUES).absolute()}"
@@ -64,6 +69,37 @@ class TrialProcess:
                 stderr=output,
                 env=inherited(devices_of(self.slots)),
             )
+
+    def release(self) -> None:
+        """Stop processes of a command that was killed, which still compute this trial, and wait for their end."""
+        if is_in_use(self.run_dir):
+            stop_run(self.run_dir, reason="the study continues")
+        while is_in_use(self.run_dir):
+            time.sleep(POLL_SECONDS)
+
+    def _record(self, failure: str = "") -> dict[str, Any]:
+        return {"sets": list(self.request.sets), "failure": failure}
+
+    def record_failure(self, reason: str) -> None:
+        """Write down that the trial has failed, for a study whose database is lost."""
+        if self.run_dir.is_dir():
+            write(self.run_dir / TRIAL, json.dumps(self._record(reason)) + "\n")
+
+    def recorded_failure(self) -> str:
+        """Return why the trial failed before the database was lost; "": it did not, or has not run.
+
+        Raises:
+            StudyError: The folder has a trial with other settings.
+        """
+        path = self.run_dir / TRIAL
+        if not path.is_file():
+            return ""
+        found = parse(path.read_bytes()) or {}
+        if found.get("sets") != list(self.request.sets):
+            facts = f"It has {' '.join(found.get('sets') or ['none'])}; the study draws {' '.join(self.request.sets)}."
+            do = "restore the folder and the database of the study, or start a new study with another --run-dir"
+            raise StudyError(f"{self.run_dir} has another trial.", facts, do)
+        return str(found.get("failure", ""))
 
     @property
     def is_running(self) -> bool:
@@ -88,11 +124,12 @@ class TrialProcess:
 
     def reason(self) -> str:
         """Return why the run failed, in one line."""
-        lines = (self.run_dir / "output").read_text(encoding="utf-8", errors="replace").splitlines()
+        output = self.run_dir / "output"
+        lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.is_file() else []
         found = parse(lines[-1]) if lines else None
         error = (found or {}).get("error")
         text = str(error.get("message", "")) if isinstance(error, dict) else ""
-        return next(iter(text.strip().splitlines()), f"exit status {self.status}, see {self.run_dir / 'output'}")
+        return next(iter(text.strip().splitlines()), f"exit status {self.status}, see {output}")
 
 
 def devices_of(slots: Sequence[int]) -> dict[str, str]:

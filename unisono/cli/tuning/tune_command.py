@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +20,8 @@ from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.start.sigterm import ended_by_sigterm
 from unisono.cli.tuning.search_space import Dimension, dimension_of, fitted
 from unisono.cli.tuning.study_record import FILE, StudyRecord, read_record
-from unisono.cli.tuning.study_table import TrialRow, complete, pareto_front, table
-from unisono.config import CommandLine, plural
+from unisono.cli.tuning.study_table import complete, print_study, require_complete, result_of
+from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 from unisono.security.file_modes import make_closed
 
@@ -35,13 +37,13 @@ def tune(
     /,
     *,
     search: Annotated[Texts, Parameter(metavar="NAME=VALUES", show_default=False, group=SEARCH)] = (),
-    trials: Annotated[int, WHOLE, Parameter(metavar="N", group=SEARCH)] = TRIALS,
+    trials: Annotated[int | None, WHOLE, Parameter(metavar="N", show_default=False, group=SEARCH)] = None,
     minimize: Annotated[Texts, Parameter(metavar="NAME", show_default=False, group=SEARCH)] = (),
     maximize: Annotated[Texts, Parameter(metavar="NAME", show_default=False, group=SEARCH)] = (),
-    sampler: Annotated[str, Parameter(metavar="NAME", group=SEARCH)] = SAMPLER,
+    sampler: Annotated[str, Parameter(metavar="NAME", show_default=False, group=SEARCH)] = "",
     pruner: Annotated[str, Parameter(metavar="NAME", show_default=False, group=SEARCH)] = "",
-    round_size: Annotated[int, WHOLE, Parameter(metavar="N", group=SEARCH)] = ROUND,
-    study_seed: Annotated[int, WHOLE, Parameter(metavar="N", group=SEARCH)] = 0,
+    round_size: Annotated[int | None, WHOLE, Parameter(metavar="N", show_default=False, group=SEARCH)] = None,
+    study_seed: Annotated[int | None, WHOLE, Parameter(metavar="N", show_default=False, group=SEARCH)] = None,
     storage: Annotated[str, Parameter(metavar="URL", show_default=False, group=SEARCH)] = "",
     ranks: Annotated[int, WHOLE, Parameter(name=("--ranks", "-n"), metavar="N", group=WHERE)] = 1,
     at_once: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
@@ -50,7 +52,8 @@ def tune(
 ) -> int:
     """Search settings of a script, with Optuna's samplers and pruners. Each trial is a run.
 
-    A study has the same trials and results on any number of processes, and after it was killed: --resume continues it.
+    A study has the same trials and results on any number of processes, and after it was killed: --resume continues it,
+    with everything that was typed at first.
 
     Parameters
     ----------
@@ -59,19 +62,19 @@ def tune(
     search
         A setting and its values: lr=log(1e-4,1e-1), dropout=linear(0,0.5), model.depth=[2,4,8]. Repeatable.
     trials
-        The number of trials. A study that is resumed may have more.
+        The number of trials, by default 20. A study that is resumed may have more.
     minimize
         A value that the script logs, or seconds, memory or parameters. Repeatable. By default loss.
     maximize
         The same, for values that are to be large.
     sampler
-        tpe, random, gp, nsgaii, cmaes, qmc, grid, bruteforce, with options as in tpe(multivariate=true).
+        tpe (the default), random, gp, nsgaii, cmaes, qmc, grid, bruteforce, with options as in tpe(multivariate=true).
     pruner
         median, hyperband, successivehalving, none, ... By default median, and none for several objectives.
     round_size
-        Number of trials that are drawn together. Draws depend on it, and on nothing about processes.
+        Number of trials that are drawn together, by default 4. Draws depend on it, and on nothing about processes.
     study_seed
-        The seed of the sampler.
+        The seed of the sampler, by default 0.
     storage
         The address of a database, as in sqlite:///study.db. By default a journal in the folder of the study.
     ranks
@@ -88,13 +91,13 @@ def _tuned(
     *,
     target: str,
     search: Texts,
-    trials: int,
+    trials: int | None,
     minimize: Texts,
     maximize: Texts,
     sampler: str,
     pruner: str,
-    round_size: int,
-    study_seed: int,
+    round_size: int | None,
+    study_seed: int | None,
     storage: str,
     ranks: int,
     at_once: int,
@@ -102,26 +105,24 @@ def _tuned(
     request: RunRequest,
 ) -> int:
     """Check everything that was typed, and run the study."""
-    words = _words(locals())
+    words = _words(locals(), NOT_TYPED)
     line = request.line("unisono", "tune", target, *words)
     if find_spec("optuna") is None:
         raise SettingsError("unisono tune needs the package optuna.", "It is not installed.", INSTALL)
     folder = request.run_dir or RUNS / f"{Path(target).stem}-tune"
     is_new = not (folder / FILE).is_file()
+    where = {"ranks": ranks, "at_once": at_once, "no_move": no_move}
     problems = _problems_of_folder(folder, request, line, is_new=is_new)
-    if not is_new and not search and not problems:
-        search = tuple(read_record(folder)["search"])
-    for flag, number in (
-        ("--trials", trials),
-        ("--round-size", round_size),
-        ("--ranks", ranks),
-        ("--at-once", at_once),
-    ):
-        if number < (0 if flag == "--at-once" else 1):
+    before: Mapping[str, Any] = {} if is_new or problems else read_record(folder)
+    counts = {"--trials": trials, "--round-size": round_size, "--ranks": ranks, "--at-once": at_once}
+    for flag, number in counts.items():
+        if number is not None and number < (0 if flag == "--at-once" else 1):
             problems.append(Problem(f"{flag} {number} is out of range.", "At least 1.", str(line.flag(flag, "1"))))
-    dimensions = _dimensions(search, request, line, problems)
+    request = _as_before(request, before)
+    search = search or tuple(before.get("search", ()))
+    dimensions = _dimensions(search, request, line, problems) if search or not problems else []
     objectives = [(name, "minimize") for name in minimize] + [(name, "maximize") for name in maximize]
-    objectives = objectives or [("loss", "minimize")]
+    objectives = objectives or [(name, way) for name, way in before.get("objectives", [("loss", "minimize")])]
     problems += _problems_of_objectives(objectives, pruner, line)
     if problems:
         raise SettingsError.of(problems)
@@ -134,18 +135,24 @@ def _tuned(
         own=request.own,
         search=tuple(map(str, dimensions)),
         objectives=tuple(objectives),
-        sampler=sampler,
-        pruner=pruner or (PRUNER if len(objectives) == 1 else "none"),
-        seed=study_seed,
-        round_size=round_size,
-        storage=storage,
+        sampler=sampler or before.get("sampler", SAMPLER),
+        pruner=pruner or before.get("pruner", PRUNER if len(objectives) == 1 else "none"),
+        seed=before.get("seed", 0) if study_seed is None else study_seed,
+        round_size=before.get("round_size", ROUND) if round_size is None else round_size,
+        storage=storage or before.get("storage", ""),
         optuna=_version(),
+        trials=before.get("trials", TRIALS) if trials is None else trials,
     )
     if not is_new and (wrong := record.problems_against(folder, line)):
         raise SettingsError.of(wrong)
-    return _run(folder, record, dimensions, ready, plain, trials, ranks, at_once or ranks, line, moving=not no_move)
+    words = _words({**asdict(record), "study_seed": record.seed, **where, **_ways(record)}, USUAL)
+    line = request.line("unisono", "tune", target, *words)
+    return _run(folder, record, dimensions, ready, plain, ranks, at_once or ranks, line, moving=not no_move)
 
 
+NOT_TYPED = {"trials": None, "sampler": "", "pruner": "", "round_size": None, "study_seed": None, "storage": ""}
+USUAL = {"trials": TRIALS, "sampler": SAMPLER, "pruner": PRUNER, "round_size": ROUND, "study_seed": 0, "storage": ""}
+"""Values of flags that need not be typed."""
 INSTALL = "pip install 'unisono[tune]'"
 
 
@@ -155,17 +162,34 @@ def _version() -> str:
     return VERSION
 
 
+def _as_before(request: RunRequest, before: Mapping[str, Any]) -> RunRequest:
+    """Return the flags of the trials. What was not typed is as in the record of the study; {}: there is none."""
+    file = before.get("settings_file", "")
+    return replace(
+        request,
+        sets=request.sets or tuple(before.get("sets", ())),
+        settings_file=request.settings_file or (Path(file) if file else None),
+        own=request.own or tuple(before.get("own", ())),
+    )
+
+
 def _plain(request: RunRequest) -> RunRequest:
     """Return the flags of every trial."""
     return RunRequest(sets=request.sets, settings_file=request.settings_file, own=request.own)
 
 
-def _words(given: dict[str, Any]) -> list[str]:
-    """Return the flags that are not the default, as they are typed."""
+def _ways(record: StudyRecord) -> dict[str, list[str]]:
+    """Return the values of --minimize and --maximize."""
+    if record.objectives == (("loss", "minimize"),):
+        return {"minimize": [], "maximize": []}
+    return {way: [name for name, each in record.objectives if each == way] for way in ("minimize", "maximize")}
+
+
+def _words(given: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
+    """Return the flags that are not usual, as they are typed."""
     words = [
         word for name in ("search", "minimize", "maximize") for each in given[name] for word in (f"--{name}", each)
     ]
-    usual = {"trials": TRIALS, "sampler": SAMPLER, "pruner": "", "round_size": ROUND, "study_seed": 0, "storage": ""}
     for name, default in {**usual, "ranks": 1, "at_once": 0}.items():
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] != default else []
     return words + ["--no-move"] * given["no_move"]
@@ -178,7 +202,9 @@ def _problems_of_folder(folder: Path, request: RunRequest, line: CommandLine, *,
         do = f"{line.flag('--resume')}, or: {line.flag('--run-dir', f'{folder}-2')}"
         return [Problem(f"{folder} already contains a study.", "A study continues with --resume.", do)]
     if is_new and request.resume:
-        return [Problem("Nothing to resume.", f"There is no study in {folder}.", str(line.without("--resume")))]
+        start = line.without("--resume")
+        start = start if "--search" in line.words else start.flag("--search", "lr=log(1e-4,1e-1)")
+        return [Problem("Nothing to resume.", f"There is no study in {folder}.", f"{start} (from the start)")]
     return problems_of_run_dir(folder.name, folder, resume=not is_new, line=line)
 
 
@@ -220,8 +246,6 @@ def _checked(
     target: str, plain: RunRequest, dimensions: Sequence[Dimension], line: CommandLine
 ) -> tuple[CheckedRequest, list[Dimension]]:
     """Check the script with the first values of the space, and the types of all values. Raises SettingsError."""
-    from dataclasses import replace
-
     ready = checked(target, 1, plain, line)
     report = ready.report
     if report is None:
@@ -245,7 +269,6 @@ def _run(
     dimensions: Sequence[Dimension],
     ready: CheckedRequest,
     plain: RunRequest,
-    trials: int,
     ranks: int,
     at_once: int,
     line: CommandLine,
@@ -259,10 +282,9 @@ def _run(
     from unisono.cli.tuning.variant_names import build_pruner, build_sampler, problem_of_space
 
     as_json = "--json" in line.words
-    directions = [direction for _, direction in record.objectives]
     optimizer = Optimizer(
         dimensions=dimensions,
-        directions=directions,
+        directions=record.directions,
         sampler=record.sampler,
         pruner=record.pruner,
         seed=record.seed,
@@ -277,26 +299,29 @@ def _run(
     make_closed(folder)
     try:
         with ended_by_sigterm(), lock_run_dir(folder, line):
-            if fresh := not (folder / FILE).is_file():
-                record.write(folder)
-            ran = (folder / "trials").is_dir()
+            fresh = not (folder / FILE).is_file()
+            storage = StudyStorage(folder, record.storage, folder.name, record.directions, line, fresh=fresh)
+            record.write(folder)
+            say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+            if storage.is_new and (folder / "trials").is_dir():
+                say(f"{storage.where} has no study {folder.name}: its trials are read from {folder / 'trials'}.")
             study = StudyRun(
                 folder=folder,
                 record=record,
                 optimizer=optimizer,
-                storage=StudyStorage(folder, record.storage, folder.name, directions, line, fresh=fresh, ran=ran),
+                storage=storage,
                 script=ready.script,
                 request=plain,
                 report=ready.report,
-                trials=trials,
+                trials=record.trials,
                 processes=ranks,
                 at_once=at_once,
                 moving=moving,
-                say=lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True),
+                say=say,
                 line=line,
             )
             rows = study.run()
-            result = _result(rows, record, directions)
+            result = {**result_of(rows, record), **study.times.as_json()}
             write(folder / "result.json", json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         again = line.without("--resume").flag("--resume")
@@ -305,41 +330,6 @@ def _run(
     if as_json:
         print(json.dumps(result), flush=True)
     else:
-        _print(rows, record, directions, result, line)
+        print_study(rows, record, result, line)
+        require_complete(rows, record, line)
     return 0 if complete(rows) else 1
-
-
-def _result(rows: Sequence[TrialRow], record: StudyRecord, directions: Sequence[str]) -> dict[str, Any]:
-    """Return the result of a study for JSON."""
-    promises = {row.facts.get("promise") for row in complete(rows)}
-    exact = promises <= {"exact"} and not record.is_measured
-    reason = "every trial is exact, and draws depend on results of earlier rounds"
-    if record.is_measured:
-        reason = "an objective is measured, and draws depend on it"
-    elif not exact:
-        reason = f"trials promise {', '.join(sorted(str(each) for each in promises))}"
-    return {
-        "promise": "exact" if exact else "tolerance",
-        "reason": reason,
-        "objectives": record.names,
-        "best": [row.number for row in pareto_front(rows, directions)],
-        "trials": [row.as_json() for row in rows],
-        "steps": sum(row.facts.get("steps", 0) for row in rows),
-        "steps_without_pruning": sum(row.facts.get("total", 0) for row in rows),
-    }
-
-
-def _print(
-    rows: Sequence[TrialRow], record: StudyRecord, directions: Sequence[str], result: dict[str, Any], line: CommandLine
-) -> None:
-    """Print the table of a study and the command that trains with the best settings."""
-    print("\n" + "\n".join(table(rows, record.names, directions)))
-    states = [row.state for row in rows]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in ("complete", "pruned", "failed"))
-    saved = 1 - result["steps"] / max(1, result["steps_without_pruning"])
-    print(f"\n{plural(len(rows), 'trial')}: {counts}. Pruning saved {saved:.0%} of the steps.")
-    print(f"promise: {result['promise']} ({result['reason']})")
-    for number in result["best"][:3]:
-        sets = [word for pair in rows[number].sets.split() for word in ("--set", pair)]
-        own = [word for each in record.sets for word in ("--set", each)]
-        print(f"  Next: {CommandLine(('unisono', 'run', line.words[2], *own, *sets))}")

@@ -9,6 +9,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import optuna
@@ -18,6 +19,9 @@ from unisono.errors import Problem, SettingsError
 
 ABSTRACT = ("BaseSampler", "BaseGASampler", "PartialFixedSampler", "BasePruner", "NopPruner")
 """Classes that are no choice of their own."""
+
+PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy",)}
+"""Packages that samplers import only once they draw."""
 
 NONE = "none"
 """The name of no pruner."""
@@ -117,12 +121,14 @@ def build_pruner(text: str, line: CommandLine) -> optuna.pruners.BasePruner:
 
 def _built(kind: type, options: Mapping[str, Any], flag: str, text: str, line: CommandLine) -> Any:
     """Call a class of Optuna. Raises SettingsError if it does not accept the options."""
-    name = text.partition("(")[0].strip()
+    name = text.partition("(")[0].strip().lower()
     try:
+        for package in PACKAGES.get(name, ()):
+            import_module(package)
         return kind(**options)
     except ImportError as error:
-        package = re.search(r"pip install (\S+?)[`'.]", str(error))
-        needed = package[1] if package else {"cmaes": "cmaes"}.get(name, "")
+        found = re.search(r"pip install (\S+?)[`'.]", str(error))
+        needed = found[1] if found else " ".join(PACKAGES.get(name, ()))
         facts = str(error).splitlines()[0]
         do = f"pip install {needed}" if needed else str(line.without(flag))
         raise SettingsError(f"{flag} {name} needs another package.", facts, do) from None
