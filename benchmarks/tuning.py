@@ -5,7 +5,7 @@
                                                     moments, and resumed on one to four processes
     python -m benchmarks.tuning --part pruning      the same study with each pruner: the steps that it saves, and the
                                                     best value beside the spread of the best trial over seeds
-    python -m benchmarks.tuning --part moving       few trials of the text recipe, which differ in depth, on two
+    python -m benchmarks.tuning --part moving       two trials of the text recipe, of one block and of eight, on two
                                                     processes, with and without moves: seconds, in alternation
 
 The exit status is 1 if trials of a study that was killed, or whose trials moved, differ in settings, state, values,
@@ -132,8 +132,8 @@ def pruning(folder: Path, trials: int, pruners: Sequence[str], seeds: Sequence[i
 
 def moving(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
     """Compare studies whose trials move with those whose trials do not."""
-    words = ["text", "--search", "model.depth=[1,2,8]", "--sampler", "grid", "--trials", "3", "--round-size", "3"]
-    sets = [f"steps={steps}", "validate_bytes=8192", "sample_bytes=0", "model.width=64", "model.context=64"]
+    words = ["text", "--search", "model.depth=[1,8]", "--sampler", "grid", "--trials", "2", "--round-size", "2"]
+    sets = [f"steps={steps}", "validate_bytes=8192", "sample_bytes=0"]
     words += [*flags("set", sets), "--pruner", "none", "--ranks", "2"]
     found: dict[str, list[dict[str, Any]]] = {"moving": [], "fixed": []}
     for number in range(rounds):
@@ -190,7 +190,7 @@ def main() -> None:
     options.add_argument("--pruner", choices=PRUNERS, action="append", help="only this pruner; repeatable")
     options.add_argument("--study-seed", type=int, action="append", help="repeatable (0 and 1)")
     options.add_argument("--ranks", type=int, default=2, help="processes of studies with pruning (2)")
-    options.add_argument("--steps", type=int, default=100, help="steps of trials that move (100)")
+    options.add_argument("--steps", type=int, default=60, help="steps of trials that move (60)")
     options.add_argument("--rounds", type=int, default=2, help="studies with moves, and without (2)")
     args = options.parse_args()
     if args.quick:

@@ -23,6 +23,13 @@ ABSTRACT = ("BaseSampler", "BaseGASampler", "PartialFixedSampler", "BasePruner",
 PACKAGES = {"cmaes": ("cmaes",), "gp": ("scipy",)}
 """Packages that samplers import only once they draw."""
 
+EXAMPLES = {
+    "patient": "patient(patience=3)",
+    "percentile": "percentile(percentile=25.0)",
+    "threshold": "threshold(upper=10.0)",
+}
+"""Pruners that have no default for some option."""
+
 NONE = "none"
 """The name of no pruner."""
 
@@ -134,7 +141,8 @@ def _built(kind: type, options: Mapping[str, Any], flag: str, text: str, line: C
         raise SettingsError(f"{flag} {name} needs another package.", facts, do) from None
     except (TypeError, ValueError) as error:
         facts = str(error).splitlines()[0] if str(error) else "Optuna gives no reason."
-        raise SettingsError(f"Optuna does not accept {flag} {text}.", facts, str(line.flag(flag, name))) from None
+        do = line.flag(flag, EXAMPLES.get(name, name)) if EXAMPLES.get(name, name) != text else line.without(flag)
+        raise SettingsError(f"Optuna does not accept {flag} {text}.", facts, str(do)) from None
 
 
 def problem_of_space(text: str, infinite: bool, line: CommandLine) -> Problem | None:
