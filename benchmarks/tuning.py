@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -55,13 +56,25 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def study(folder: Path, *words: str) -> dict[str, Any]:
-    """Run a study to its end, and return its result.json with the seconds that it took."""
+    """Run a study to its end, and return its result.json with the seconds that it took.
+
+    A study in the folder that has ended is not repeated. One that was interrupted begins anew.
+    """
+    kept = folder / "result.json"
+    if kept.is_file():
+        found: dict[str, Any] = json.loads(kept.read_text())
+        return found
+    if "--resume" not in words:
+        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     status = start(folder, *words, "--run-dir", "out").wait()
     if status:
         raise SystemExit(f"unisono tune {' '.join(words)} exited with status {status}: {folder / 'screen'}")
-    return {**json.loads((folder / "out" / "result.json").read_text()), "wall_seconds": time.perf_counter() - began}
+    seconds = time.perf_counter() - began
+    found = {**json.loads((folder / "out" / "result.json").read_text()), "wall_seconds": seconds}
+    kept.write_text(json.dumps(found))
+    return found
 
 
 def flags(name: str, values: Sequence[str]) -> list[str]:
@@ -81,6 +94,7 @@ def kills(folder: Path, trials: int, count: int, seed: int) -> dict[str, Any]:
     expected = study(folder / "alone", *words)
     draw, killed, places = random.Random(seed), 0, list[int]()
     there = folder / "killed"
+    shutil.rmtree(there, ignore_errors=True)
     there.mkdir()
     while killed < count:
         places.append(draw.randint(1, 4))
@@ -183,7 +197,7 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--part", choices=PARTS, action="append", help="only this part; repeatable")
+    options.add_argument("--part", choices=PARTS, action="append", help="only this part; repeatable, in this order")
     options.add_argument("--trials", type=int, default=30)
     options.add_argument("--kills", type=int, default=10)
     options.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
@@ -192,21 +206,24 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=2, help="processes of studies with pruning (2)")
     options.add_argument("--steps", type=int, default=60, help="steps of trials that move (60)")
     options.add_argument("--rounds", type=int, default=2, help="studies with moves, and without (2)")
+    options.add_argument("--folder", type=Path, help="keep the studies here; those that have ended are not repeated")
     args = options.parse_args()
     if args.quick:
         args.trials, args.kills, args.steps, args.rounds = 4, 1, 6, 1
         args.pruner, args.study_seed = args.pruner or ["median"], args.study_seed or [0]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        parts = args.part or PARTS
-        if "kills" in parts:
-            figures["kills"] = kills(folder / "kills", args.trials, args.kills, args.seed)
-        if "pruning" in parts:
-            pruners, seeds = args.pruner or PRUNERS, args.study_seed or [0, 1]
-            figures["pruning"] = pruning(folder / "pruning", args.trials, pruners, seeds, args.ranks)
-        if "moving" in parts:
-            figures["moving"] = moving(folder / "moving", args.steps, args.rounds)
+        folder = (args.folder or Path(name)).absolute()
+        measure = {
+            "kills": lambda there: kills(there, args.trials, args.kills, args.seed),
+            "pruning": lambda there: pruning(
+                there, args.trials, args.pruner or PRUNERS, args.study_seed or [0, 1], args.ranks
+            ),
+            "moving": lambda there: moving(there, args.steps, args.rounds),
+        }
+        for part in args.part or PARTS:
+            figures[part] = measure[part](folder / part)
+            print(json.dumps({part: figures[part]}), file=sys.stderr, flush=True)
     show("tuning", figures, lambda: table(figures), as_json=args.json)
     if not all(part.get("same", True) for part in figures.values()):
         raise SystemExit(1)
