@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.cli.tuning.round_plan import RunningTrial, larger, rounds, share, taken
+from unisono.cli.tuning.round_plan import MoveTimes, RunningTrial, larger, rounds, share, taken
 from unisono.cli.tuning.search_space import Dimension, dimension_of, fitted
 from unisono.cli.tuning.study_table import TrialRow, pareto_front
 from unisono.config import CommandLine
@@ -54,6 +54,21 @@ def test_processes_are_divided_among_trials() -> None:
     assert larger([short, long], 2, 5.0) == {0: 2}
     assert larger([short], 3, 5.0) == {}
     assert larger([RunningTrial(0, 1, 1, 60.0)], 3, 5.0) == {}
+
+
+def test_the_time_of_a_move_is_measured() -> None:
+    times = MoveTimes()
+    assert times.expected_seconds == 0.0
+    times.starts += [2.0, 3.0, 10.0]
+    assert times.expected_seconds == 3.0  # a move takes a start at least
+    times.moves.append(4.0)
+    assert (times.expected_seconds, times.as_json()) == (4.0, {"moves": 1, "move_seconds": 4.0})
+
+
+def test_words_that_toml_reads_as_numbers_stay_words() -> None:
+    found = dimension_of("kind=[good,nan,inf]", LINE)
+    assert isinstance(found, Dimension)
+    assert found.choices == ("good", "nan", "inf")
 
 
 def test_the_pareto_front_has_trials_that_no_other_surpasses() -> None:

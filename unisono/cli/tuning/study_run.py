@@ -189,13 +189,18 @@ class StudyRun:
     def _ended_before(self, trial: ActiveTrial) -> bool:
         """Return whether a trial ended before the command was killed, or before the database was lost."""
         failure = trial.process.recorded_failure()
-        trial.values.read()
-        if not (trial.values.is_complete or self._judge(trial) or failure):
-            return False
         trial.process.release()
+        trial.values.read()
+        if not (self._judge(trial) or self._has_result(trial) or failure):
+            return False
         if trial.verdict is None and failure:
             trial.verdict = TrialState.FAIL, failure
         return True
+
+    def _has_result(self, trial: ActiveTrial) -> bool:
+        """Return whether a trial has ended. A script may evaluate and log after its last step."""
+        made = read_result(trial.process.run_dir) or {}
+        return trial.values.is_complete and made.get("steps") == trial.values.end["end"]
 
     def _time(self, trial: ActiveTrial) -> None:
         """Measure how long the newest start took, or the move, once the loop of the trial has begun."""
@@ -228,7 +233,8 @@ class StudyRun:
 
     def _ended(self, trial: ActiveTrial, waiting: list[ActiveTrial]) -> None:
         """Finish a trial whose process has ended, or let it continue on more processes."""
-        if trial.verdict is None and trial.process.status == 0 and not trial.values.is_complete:
+        ended = self._has_result(trial) if trial.moves else trial.values.is_complete
+        if trial.verdict is None and trial.process.status == 0 and not ended:
             if not trial.values.end:
                 trial.verdict = TrialState.FAIL, "The script made no step."
             elif trial.moves:
