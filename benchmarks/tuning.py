@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,6 @@ PARTS = ("kills", "pruning", "moving")
 PRUNERS = ("median", "hyperband", "successivehalving")
 KEPT = ("trial", "state", "settings", "values", "steps", "total", "reason", "weights_sha256")
 """What must be equal for each trial."""
-
-KILL_SECONDS = (5.0, 20.0)
-"""Bounds of the time from the start of the command to a kill. It draws its first trial after about four seconds."""
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
@@ -87,11 +85,12 @@ def trials_of(result: Mapping[str, Any]) -> list[list[Any]]:
     return [[trial.get(name) for name in KEPT] for trial in result["trials"]]
 
 
-def kills(folder: Path, trials: int, count: int, seed: int) -> dict[str, Any]:
+def kills(folder: Path, trials: int, count: int, seed: int, longest: float) -> dict[str, Any]:
     """Compare a study that was killed with an undisturbed one."""
     words = [SCRIPT, *flags("search", SEARCH), "--minimize", "valid", "--trials", str(trials)]
     words += ["--set", "checkpoint.every=20"]
-    expected = study(folder / "alone", *words)
+    pool = ThreadPoolExecutor(1)  # the undisturbed study runs beside the other one: no time is measured
+    alone = pool.submit(study, folder / "alone", *words)
     draw, killed, places = random.Random(seed), 0, list[int]()
     there = folder / "killed"
     shutil.rmtree(there, ignore_errors=True)
@@ -101,7 +100,7 @@ def kills(folder: Path, trials: int, count: int, seed: int) -> dict[str, Any]:
         resume = ["--resume"] if (there / "out" / "study.json").exists() else []
         process = start(there, *words, "--ranks", str(places[-1]), "--run-dir", "out", *resume)
         try:
-            process.wait(draw.uniform(*KILL_SECONDS))
+            process.wait(draw.uniform(longest / 4, longest))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -110,6 +109,7 @@ def kills(folder: Path, trials: int, count: int, seed: int) -> dict[str, Any]:
         break  # it has ended
     places.append(draw.randint(1, 4))
     found = study(there, *words, "--ranks", str(places[-1]), "--resume")
+    expected = alone.result()
     states = [trial["state"] for trial in expected["trials"]]
     return {
         "trials": trials,
@@ -117,7 +117,8 @@ def kills(folder: Path, trials: int, count: int, seed: int) -> dict[str, Any]:
         "processes": places,
         "states": {state: states.count(state) for state in sorted(set(states))},
         "same": trials_of(found) == trials_of(expected),
-        "computed_steps": sum(trial["computed_steps"] for trial in expected["trials"]),
+        "saved": 1 - expected["steps"] / expected["steps_without_pruning"],
+        "best": expected["trials"][expected["best"][0]]["values"][0],
         "promise": found["promise"],
     }
 
@@ -201,6 +202,7 @@ def main() -> None:
     options.add_argument("--trials", type=int, default=30)
     options.add_argument("--kills", type=int, default=10)
     options.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    options.add_argument("--longest", type=float, default=20, help="seconds before a kill; at least a quarter (20)")
     options.add_argument("--pruner", choices=PRUNERS, action="append", help="only this pruner; repeatable")
     options.add_argument("--study-seed", type=int, action="append", help="repeatable (0 and 1)")
     options.add_argument("--ranks", type=int, default=2, help="processes of studies with pruning (2)")
@@ -215,7 +217,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = (args.folder or Path(name)).absolute()
         measure = {
-            "kills": lambda there: kills(there, args.trials, args.kills, args.seed),
+            "kills": lambda there: kills(there, args.trials, args.kills, args.seed, args.longest),
             "pruning": lambda there: pruning(
                 there, args.trials, args.pruner or PRUNERS, args.study_seed or [0, 1], args.ranks
             ),
