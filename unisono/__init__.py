@@ -36,6 +36,7 @@ _EXPORTS = {
     "WorldError": "unisono.errors",
     "DataError": "unisono.errors",
     "LoopError": "unisono.errors",
+    "NotFiniteError": "unisono.errors",
     "CheckpointError": "unisono.errors",
     "RankFailedError": "unisono.errors",
     "DivergenceError": "unisono.errors",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from unisono.errors import DataError as DataError
     from unisono.errors import DivergenceError as DivergenceError
     from unisono.errors import LoopError as LoopError
+    from unisono.errors import NotFiniteError as NotFiniteError
     from unisono.errors import OutOfMemoryError as OutOfMemoryError
     from unisono.errors import PeerLostError as PeerLostError
     from unisono.errors import PromiseBrokenError as PromiseBrokenError

@@ -318,6 +318,7 @@ INSPECTIONS = {
     "flops": "unisono.train.recording.flop_count:count_flops",
     "costs": "unisono.train.costs.step_costs:measure_costs",
     "parts": "unisono.train.costs.memory_parts:count_memory",
+    "rates": "unisono.train.lr_range.rate_sweep:sweep_rates",
     "values": "unisono.train.recording.value_recorder:record_values",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""

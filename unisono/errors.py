@@ -81,6 +81,10 @@ class LoopError(UnisonoError):
     """The script violates the contract of the training loop (docs/guide/loop.md)."""
 
 
+class NotFiniteError(LoopError):
+    """A loss or a gradient has an element that is infinite or no number, on all processes."""
+
+
 class CheckpointError(UnisonoError):
     """A checkpoint cannot be written or read, or belongs to another run."""
 

@@ -15,9 +15,11 @@ import pytest
 
 from benchmarks.report_size import write_run
 from tests.cli.command import PATIENCE_SECONDS, Command
+from unisono.cli.planning.rate_page import RateReport, write_rate_page
 from unisono.report.report_page import write_page, write_report
 from unisono.report.run_comparison import comparison_page
 from unisono.report.run_files import RunFiles
+from unisono.train.lr_range.rate_curve import RateCurve
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = shutil.which("chromium")
@@ -301,4 +303,24 @@ def test_a_run_is_stopped_with_the_button(browser: Any, command: Command) -> Non
     stopping.wait("page.content.state !== 'running'")
     assert looking.errors + stopping.errors == []
     watching.send_signal(signal.SIGINT)
+    context.close()
+
+
+def test_places_of_a_range_test_are_rates(browser: Any, tmp_path: Path) -> None:
+    rates = [10.0 ** (n / 4 - 5) for n in range(21)]
+    curve = RateCurve(rates, [5.0 - 4 / (1 + 1e-3 / rate) for rate in rates], 21)
+    found = {"points": [*rates], "start": 5.0, "ended": "all rates", "optimizers": ["SGD"], "groups": 1}
+    path = tmp_path / "rates.html"
+    write_rate_page(path, RateReport("<train>", curve, found, 21, 1e-5, 1.0, None, None))
+    context = browser.new_context()
+    tab = Tab.open(context, path.as_uri())
+    plot = tab.page.locator(".plot").first
+    plot.focus()
+    tab.page.keyboard.press("Home")
+    tab.wait("document.querySelector('figure.chart .spoken').textContent.startsWith('rate 1e-5')")
+    tab.page.keyboard.press("+")
+    assert tab.range()[1] - tab.range()[0] == pytest.approx(2.5, abs=0.1), "half of five powers of ten"
+    assert tab.page.locator("h1").inner_text() == "Learning rates of <train>"
+    assert f"{curve.rates[curve.steepest or 0]:.3g}" in tab.page.locator("main").inner_text()
+    assert (tab.errors, tab.requests) == ([], [path.as_uri()])
     context.close()

@@ -23,7 +23,8 @@ from unisono.security.file_modes import write_text
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js")
+SCRIPTS = (*SCRIPTS, "rates.js", "page.js")
 
 LARGEST = 950_000
 """Bytes of a page. If it is larger, the curves get fewer points."""
@@ -37,7 +38,7 @@ def page_of(title: str, content: Mapping[str, Any]) -> str:
 
     Args:
         title: Its title.
-        content: `kind` ("run", "compare" or "list") and `content`, what such a page shows.
+        content: `kind` ("run", "compare", "list" or "rates") and `content`, what such a page shows.
     """
     return page_around(title, json_of(content))
 

@@ -10,7 +10,7 @@ import torch
 
 from unisono import phases
 from unisono.distributed.process_group import wrap_peer_errors
-from unisono.errors import LoopError
+from unisono.errors import LoopError, NotFiniteError
 from unisono.parallel.precision import LossScale
 from unisono.plan.batch_order import MicroBatchId
 from unisono.train.batches.batch_source import Batches
@@ -408,7 +408,8 @@ class Step:
                 the setting `clip`.
 
         Raises:
-            LoopError: the rounds are not done, it is called twice, or the gradient is not finite.
+            LoopError: the rounds are not done, or it is called twice.
+            NotFiniteError: the gradient is not finite.
         """
         if self._state.stage != "whole":
             raise misplaced_update(self._state)
@@ -506,9 +507,9 @@ class Step:
                 "step.run(model, loss_fn), with loss_fn(output, *batch) -> (sum, weight): docs/guide/loop.md.",
             )
 
-    def _not_finite(self, found: str) -> LoopError:
+    def _not_finite(self, found: str) -> NotFiniteError:
         number = self._state.number
-        return LoopError(
+        return NotFiniteError(
             f"Step {number} has a gradient that is not finite, with a loss of {self._state.loss:g}.",
             f"{found} such elements.",
             "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "

@@ -10,6 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from unisono.cli.compare.repeated_runs import refuse_unfit
+from unisono.cli.planning.rate_flags import RateFlags
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
@@ -29,6 +30,7 @@ def plan(
     memory: Annotated[str, Parameter(metavar="SIZE", show_default=False, group=WHERE)] = "",
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = STEPS,
     virtual_ranks: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+    rates: RateFlags = RateFlags(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Predict the memory and the step time of a script's placements, without training.
@@ -54,6 +56,8 @@ def plan(
     words += ["--steps", str(steps)] if steps != STEPS else []
     words += ["--virtual-ranks"] if virtual_ranks else []
     line = request.line("unisono", "plan", target, *words)
+    if rates.given:
+        return rates.test(target, ranks, request, line)
     refuse_unfit(line, steps, request)
     if steps <= WARM_UP:
         facts = f"The first {WARM_UP} steps are not timed."

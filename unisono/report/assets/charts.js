@@ -8,6 +8,7 @@ const view = {
   range: null, // the visible interval of the axis; null: everything
   scale: { steps: [0, 1], time: [0, 1] }, // the same places on both axes, by which one is converted to the other
   marks: [], // {steps, time, kind, text}
+  words: {}, // replaces entries of AXES.steps, on a page whose axis has no steps
   charts: new Map(),
   changed: () => {},
 };
@@ -41,7 +42,7 @@ function convert(x, from, to) {
 function setView(range) {
   const [low, high] = extent();
   if (range) {
-    const span = Math.max(range[1] - range[0], (high - low) / 1e5, view.axis === "steps" ? 1 : 0.01);
+    const span = Math.max(range[1] - range[0], (high - low) / 1e5, axisNow().least);
     if (span >= high - low) range = null;
     else {
       const start = Math.min(Math.max((range[0] + range[1] - span) / 2, low), high - span);
@@ -77,14 +78,22 @@ const TIME_INCREMENTS = [
   10800, 21600, 43200, 86400, 172800, 432800, 864000, 1728000,
 ];
 
-function axisText(value, increment) {
-  if (view.axis === "steps") return value >= 1e5 ? format.rate(value).replace(" ", "") : format.count(value);
-  return increment < 1 ? `${Number(value.toFixed(3))} s` : format.duration(value);
-}
+/* What an axis is made of: name, least visible interval, distances of ticks, text of a tick and of a place. */
+const AXES = {
+  steps: {
+    name: "step", least: 1, increments: STEP_INCREMENTS, place: format.count,
+    tick: (value) => (value >= 1e5 ? format.rate(value).replace(" ", "") : format.count(value)),
+  },
+  time: {
+    name: "time", least: 0.01, increments: TIME_INCREMENTS, place: format.duration,
+    tick: (value, increment) => (increment < 1 ? `${Number(value.toFixed(3))} s` : format.duration(value)),
+  },
+};
+const axisNow = (axis = view.axis) => (axis === "steps" ? { ...AXES.steps, ...view.words } : AXES[axis]);
 
 function placeText(step, seconds) {
   const parts = [];
-  if (step != null) parts.push(`step ${format.count(step)}`);
+  if (step != null) parts.push(`${axisNow("steps").name} ${axisNow("steps").place(step)}`);
   if (seconds != null) parts.push(seconds < 60 ? format.seconds(Number(seconds.toPrecision(4))) : format.duration(seconds));
   return parts.join(" · ");
 }
@@ -98,7 +107,8 @@ const sizes = new ResizeObserver((entries) => {
 });
 addEventListener("beforeprint", () => { for (const chart of view.charts.values()) chart.approach(true); });
 
-/* A chart of: {id, title, note, unit, steps, time, curves: [{name, color, dash, values, low, high}], stacked, zero, log}. */
+/* A chart of: {id, title, note, unit, steps, time, curves: [{name, color, dash, values, low, high}], stacked, zero, log, top};
+   `dots`: of a curve, points without a line; `top`: values above it are not shown on a linear axis. */
 class Chart {
   constructor(id) {
     this.hidden = new Set();
@@ -202,8 +212,9 @@ class Chart {
       data.push(curve.values);
       series.push({
         stroke: () => css(curve.color), dash: DASHES[curve.dash || 0], spanGaps: true,
+        paths: curve.dots ? () => null : undefined, // points alone
         width: this.spec.isOverlay ? 1.75 + Math.min(3, 1.25 * (this.shown.length - 1 - i)) : 1.75, // equal curves stay visible
-        points: { show: known <= 40, size: 5, fill: () => css(curve.color) },
+        points: { show: curve.dots || known <= 40, size: curve.dots ? 4 : 5, fill: () => css(curve.color) },
       });
     }
     return { data, series, bands };
@@ -248,8 +259,8 @@ class Chart {
         y: this.isLog ? { distr: 3 } : { range: (u, low, high) => this.bounds(low, high) },
       },
       axes: [
-        { ...axis, gap: 4, size: 26, space: 64, incrs: view.axis === "steps" ? STEP_INCREMENTS : TIME_INCREMENTS,
-          values: (u, ticks, _, __, increment) => ticks.map((x) => axisText(x, increment)) },
+        { ...axis, gap: 4, size: 26, space: 64, incrs: axisNow().increments,
+          values: (u, ticks, _, __, increment) => ticks.map((x) => axisNow().tick(x, increment)) },
         { ...axis, gap: 4, size: room, space: 34, values: (u, ticks) => ticks.map((v) => (v == null ? "" : unit(v))) },
       ],
       cursor: {
@@ -279,6 +290,7 @@ class Chart {
     if (this.spec.zero || this.spec.stacked) {
       return [Math.min(0, low), Math.max(high, this.spec.unit === "share" ? 0.02 : 0) * 1.06 || 1];
     }
+    if (this.spec.top > low) high = Math.min(high, this.spec.top);
     const room = (high - low) * 0.07 || Math.abs(high) * 0.1 || 1;
     return [low >= 0 ? Math.max(0, low - room) : low - room, high + room];
   }
@@ -385,9 +397,9 @@ class Chart {
     const caption = stride > 1 ? `Every ${stride}th of ${this.xs.length} points` : "";
     this.table.replaceChildren(this.table.firstElementChild, el("div", { class: "scroll", tabindex: "0" }, el("table", {},
       caption && el("caption", {}, caption),
-      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "step"), time && el("th", { scope: "col" }, "time"),
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, axisNow("steps").name), time && el("th", { scope: "col" }, "time"),
         curves.map((curve) => el("th", { scope: "col" }, curve.name)))),
-      el("tbody", {}, rows.map((i) => el("tr", {}, el("th", { scope: "row" }, format.count(steps[i])),
+      el("tbody", {}, rows.map((i) => el("tr", {}, el("th", { scope: "row" }, axisNow("steps").place(steps[i])),
         time && el("td", {}, format.duration(time[i])), curves.map((curve) => el("td", {}, show(curve.values[i])))))))));
   }
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.config import Settings
 from unisono.distributed.process_group import to_local
-from unisono.errors import LoopError
+from unisono.errors import LoopError, NotFiniteError
 from unisono.parallel.precision import LossScale
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.tensors.digest import tensor_hashes
@@ -120,7 +120,8 @@ class LoopChecks:
         """Return whether the loss is finite.
 
         Raises:
-            LoopError: the total weight is not above 0, or the loss is not finite and no smaller fp16 scale can help.
+            LoopError: the total weight is not above 0.
+            NotFiniteError: the loss is not finite, and no smaller fp16 scale can help.
         """
         if not weight > 0:
             raise LoopError(
@@ -131,7 +132,7 @@ class LoopChecks:
             )
         if not math.isfinite(loss) and not self.scale.may_skip:
             bad = [v for v, row in enumerate(losses) if not math.isfinite(row)]
-            raise LoopError(
+            raise NotFiniteError(
                 f"Step {step.number} has a loss of {loss}.",
                 f"It comes from virtual rank {bad[0]} of {self.order.virtual_ranks}"
                 f" (samples {self._samples(step.number, bad[0])}).",
