@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,6 +153,6 @@ def test_the_command_prints_a_curve_and_a_line(
     assert main([*words, "--ranks", "2"]) == 0
     screen = capsys.readouterr().out
     assert "steepest descent" in screen
-    assert f"  Next: unisono run {script} --set peak=" in screen
+    assert re.search(rf"  Next: unisono run {script} --ranks 2 --set peak=\S+$", screen, re.M)
     assert (tmp_path / "runs" / "train-lr.html").is_file()
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train-lr.html"], "no run directory is left"

@@ -84,6 +84,7 @@ class RateFlags:
         refuse_unfit(line, self.lr_steps, request)
         count = 1 if ranks is None else ranks
         script, threads, *_ = checked(target, count, request, line)
+        run_line = request.line("unisono", "run", target).without("--json")
         from unisono.cli.planning.rate_trial import RateTrial
 
         with tempfile.TemporaryDirectory(prefix="unisono-plan-") as folder:
@@ -98,7 +99,7 @@ class RateFlags:
                 first=self.lr_from,
                 last=self.lr_to,
                 page=self.page or RUNS / f"{script.stem}-lr.html",
-                run_line=request.line("unisono", "run", target).without("--json"),
+                run_line=run_line.in_processes(count) if count > 1 else run_line,
             ).run()
 
     def _problems(self, line: CommandLine) -> list[Problem]:

@@ -92,7 +92,7 @@ class RateTrial(TrialRunner):
             return None, None
         (name, value), ratio = setting, curve.rates[curve.lowest] / curve.rates[curve.steepest]
         between = f"{name}=log({value:.3g},{value * ratio:.3g})"
-        words = self.run_line.without("--set", self._typed(name)).without("--ranks").words
+        words = self.run_line.without("--set", self._typed(name)).words
         tune = CommandLine((words[0], "tune", *words[2:])).flag("--search", between)
         return self.run_line.setting(f"{name}={value:.3g}"), tune
 
