@@ -34,7 +34,7 @@ def curve_of(noise: float = 0.0, seed: int = 0, *, middle: float = -3.0, end: fl
 
 def test_rates_grow_by_one_factor() -> None:
     rates = growing_rates(1e-7, 10.0, COUNT)
-    assert (rates[0], rates[-1]) == (1e-7, pytest.approx(10.0))
+    assert (rates[0], rates[-1]) == pytest.approx((1e-7, 10.0))
     factors = [after / before for before, after in pairwise(rates)]
     assert factors == pytest.approx([factors[0]] * 99)
 

@@ -23,8 +23,8 @@ from unisono.security.file_modes import write_text
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uPlot.min.css", "page.css")
-SCRIPTS = ("uPlot.iife.min.js", "format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js")
-SCRIPTS = (*SCRIPTS, "rates.js", "page.js")
+PARTS = ("format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js", "rates.js", "page.js")
+SCRIPTS = ("uPlot.iife.min.js", *PARTS)
 
 LARGEST = 950_000
 """Bytes of a page. If it is larger, the curves get fewer points."""
