@@ -97,7 +97,7 @@ def test_the_curve_is_the_same_on_any_number_of_processes(
         found.append(last_json(capsys.readouterr().out))
         assert {len(found[-1][name]) for name in ("rates", "losses", "smoothed")} == {len(found[0]["losses"])}
     one, two = found
-    for name in ("rates", "losses", "smoothed", "suggestion", "minimum", "ended", "start", "next"):
+    for name in ("rates", "losses", "smoothed", "suggestion", "steepest", "minimum", "ended", "start", "setting"):
         assert two[name] == one[name], name
     assert one["ended"] in ("diverged", "not finite")
     assert len(one["losses"]) < 30

@@ -309,7 +309,7 @@ def test_a_run_is_stopped_with_the_button(browser: Any, command: Command) -> Non
 def test_places_of_a_range_test_are_rates(browser: Any, tmp_path: Path) -> None:
     rates = [10.0 ** (n / 4 - 5) for n in range(21)]
     curve = RateCurve(rates, [5.0 - 4 / (1 + 1e-3 / rate) for rate in rates], 21)
-    found = {"points": [*rates], "start": 5.0, "ended": "all rates", "optimizers": ["SGD"], "groups": 1}
+    found = {"points": [*rates], "start": 5.0, "ended": "all rates", "optimizers": ["SGD"], "groups": 1, "given": {}}
     path = tmp_path / "rates.html"
     write_rate_page(path, RateReport("<train>", curve, found, 21, 1e-5, 1.0, None, None))
     context = browser.new_context()

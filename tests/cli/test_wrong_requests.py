@@ -31,19 +31,19 @@ from unisono.launcher import local_launch
         (
             "run txt",
             "There is no recipe or script txt.",
-            "The recipes are distill, image, speech, text, topics.",
+            "The recipes are distill, image, speech, supernet, text, topics.",
             "unisono run text --json",
         ),
         (
             "run trian.py",
             "There is no recipe or script trian.py.",
-            "The recipes are distill, image, speech, text, topics.",
+            "The recipes are distill, image, speech, supernet, text, topics.",
             "unisono run train.py --json",
         ),
         (
             "run nope.py",
             "There is no recipe or script nope.py.",
-            "The recipes are distill, image, speech, text, topics.",
+            "The recipes are distill, image, speech, supernet, text, topics.",
             "unisono run --help",
         ),
         ("run .", ". is a folder.", "A target is a recipe or a script.", "unisono run train.py --json"),
@@ -120,7 +120,7 @@ from unisono.launcher import local_launch
         (
             "copy txt",
             "There is no recipe txt.",
-            "The recipes are distill, image, speech, text, topics.",
+            "The recipes are distill, image, speech, supernet, text, topics.",
             "unisono copy text",
         ),
         (

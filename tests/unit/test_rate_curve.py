@@ -91,7 +91,15 @@ def test_no_rate_is_suggested_without_a_descent() -> None:
     assert rising.steepest is None
     short = RateCurve([1.0, 2.0, 3.0], [3.0, 2.0, 1.0], COUNT)
     assert (short.lowest, short.steepest) == (None, None)
-    assert short.as_json()["suggestion"] is None
+    assert short.suggested(peak=True) is None
+    assert short.as_json()["steepest"] is None
+
+
+def test_a_peak_may_be_as_high_as_the_rate_of_the_lowest_loss() -> None:
+    curve = curve_of()
+    assert curve.suggested(peak=True) == curve.lowest != curve.steepest == curve.suggested(peak=False)
+    rising = RateCurve([10.0**n for n in range(20)], [float(n) for n in range(20)], 20)
+    assert rising.suggested(peak=True) is None
 
 
 def test_a_curve_ends_before_a_loss_that_is_not_finite() -> None:

@@ -46,6 +46,12 @@ class RateReport:
     line: CommandLine | None
     search: CommandLine | None
 
+    @property
+    def suggestion(self) -> float | None:
+        """The suggested rate; None: the loss does not fall."""
+        place = self.curve.suggested(peak=has_peak(self.found["given"]))
+        return self.curve.rates[place] if place is not None else None
+
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
         yield from self._table()
@@ -55,10 +61,13 @@ class RateReport:
         """Yield what was found, in sentences."""
         curve, lowest, steepest = self.curve, self.curve.lowest, self.curve.steepest
         if steepest is not None and lowest is not None:
-            yield (
-                f"Suggested learning rate: {curve.rates[steepest]:.3g}, where the loss falls most steeply. "
-                f"The loss is lowest at {curve.rates[lowest]:.3g}."
-            )
+            falls, low = f"{curve.rates[steepest]:.3g}", f"{curve.rates[lowest]:.3g}"
+            if has_peak(self.found["given"]):
+                yield f"Suggested peak of the one-cycle schedule: {low}, where the loss is lowest."
+                yield f"The loss falls most steeply at {falls}, a rate for training without a warm-up."
+            else:
+                yield f"Suggested learning rate: {falls}, where the loss falls most steeply."
+                yield f"The loss is lowest at {low}. The best rate may be as high, with a warm-up."
         elif len(curve.losses) < LEAST_POINTS:
             yield f"No rate is suggested: {plural(len(curve.losses), 'loss', 'losses')} make no curve."
         else:
@@ -75,7 +84,7 @@ class RateReport:
         if steepest is not None and self.line is None:
             yield "No setting of the script was found that changes its learning rate."
         if self.search is not None:
-            yield f"The best rate may be as high as that of the lowest loss. To search between them: {self.search}"
+            yield f"To search between these two: {self.search}"
 
     def again(self, line: CommandLine) -> str:
         """Return the command for another range, if no rate is suggested; "" if one is."""
@@ -98,12 +107,18 @@ class RateReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report for --json."""
         return {
+            "suggestion": self.suggestion,
             **self.curve.as_json(),
             "start": self.found["start"],
             "ended": self.found["ended"],
             "optimizers": self.found["optimizers"],
             "groups": self.found["groups"],
         }
+
+
+def has_peak(given: Mapping[str, float]) -> bool:
+    """Return whether a schedule of the script has a peak, such as torch's OneCycleLR."""
+    return "max_lr" in given
 
 
 def write_rate_page(path: Path, report: RateReport) -> None:

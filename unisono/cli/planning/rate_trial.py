@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
-from unisono.cli.planning.rate_page import RateReport, write_rate_page
+from unisono.cli.planning.rate_page import RateReport, has_peak, write_rate_page
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, Settings, entries_of
 from unisono.errors import SettingsError
@@ -60,8 +60,8 @@ class RateTrial(TrialRunner):
             if found is None:
                 return self._failed(outcome)
             curve = RateCurve.of(found["points"], self.steps)
-            steepest = curve.steepest
-            setting = self._setting(found["given"], curve.rates[steepest]) if steepest is not None else None
+            place = curve.suggested(peak=has_peak(found["given"]))
+            setting = self._setting(found["given"], curve.rates[place]) if place is not None else None
         except (StoppedTestError, KeyboardInterrupt):
             return self._stopped()
         line, search = self._lines(curve, setting)
@@ -75,7 +75,7 @@ class RateTrial(TrialRunner):
         if next_:
             self._say(f"  Next: {next_}")
         return self._leave(
-            0 if steepest is not None else 1,
+            0 if place is not None else 1,
             **report.as_json(),
             setting=setting[0] if setting is not None else None,
             value=setting[1] if setting is not None else None,
@@ -85,13 +85,13 @@ class RateTrial(TrialRunner):
         )
 
     def _lines(
-        self, curve: RateCurve, setting: tuple[str, float] | None
+        self, curve: RateCurve, setting: tuple[str, float, float] | None
     ) -> tuple[CommandLine | None, CommandLine | None]:
         """Return the commands that train with the suggested rate, and that search up to the rate of the lowest loss."""
         if setting is None or curve.lowest is None or curve.steepest is None:
             return None, None
-        (name, value), ratio = setting, curve.rates[curve.lowest] / curve.rates[curve.steepest]
-        between = f"{name}=log({value:.3g},{value * ratio:.3g})"
+        name, value, scale = setting
+        between = f"{name}=log({curve.rates[curve.steepest] * scale:.3g},{curve.rates[curve.lowest] * scale:.3g})"
         words = self.run_line.without("--set", self._typed(name)).words
         tune = CommandLine((words[0], "tune", *words[2:])).flag("--search", between)
         return self.run_line.setting(f"{name}={value:.3g}"), tune
@@ -135,8 +135,11 @@ class RateTrial(TrialRunner):
 
     # -- the setting
 
-    def _setting(self, given: Mapping[str, float], rate: float) -> tuple[str, float] | None:
-        """Return the setting that the optimizer's rate follows, and the value for a rate; None: there is none."""
+    def _setting(self, given: Mapping[str, float], rate: float) -> tuple[str, float, float] | None:
+        """Return the setting that the optimizer's rate follows, its value for a rate, and value over rate.
+
+        None: there is no such setting.
+        """
         settings = self._settings("rates")
         for number, (name, value) in enumerate(_candidates(settings, given)):
             if number == MOST_TRIED:
@@ -144,7 +147,7 @@ class RateTrial(TrialRunner):
             outcome = self._sweep(f"setting {number}", 2, (f"{name}={2 * value!r}",))
             other = self._record(f"setting {number}") if not outcome.exit_status else None
             if other is not None and math.isclose(peak(other["given"]), 2 * peak(given), rel_tol=1e-9):
-                return name, value * rate / peak(given)
+                return name, rate * value / peak(given), value / peak(given)
         return None
 
 

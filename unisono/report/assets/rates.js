@@ -6,20 +6,20 @@ const NOTE = "Dashed lines: the steepest descent, and the lowest smoothed loss. 
 const rateText = (rate) => (rate == null ? UNKNOWN : format.number(Number(rate.toPrecision(3))));
 
 class RatePage extends RunPage {
-  show({ name, rates, losses, smoothed, start, suggestion, minimum, findings, line }) {
+  show({ name, rates, losses, smoothed, start, suggestion, steepest, minimum, findings, line }) {
     const places = rates.map(Math.log10), mark = (rate, kind, text) => rate && { steps: Math.log10(rate), kind, text };
     view.words = {
       name: "rate", least: 0.05, increments: RATE_INCREMENTS,
       place: (x) => rateText(10 ** x), tick: (x) => format.number(Number((10 ** x).toPrecision(2))),
     };
     view.scale = { steps: places.length ? places : [0, 1], time: [0, 1] };
-    view.marks = [mark(suggestion, "join", "steepest descent"), mark(minimum, "resume", "lowest loss")].filter(Boolean);
+    view.marks = [mark(steepest, "join", "steepest descent"), mark(minimum, "resume", "lowest loss")].filter(Boolean);
     const curves = [
       { name: "loss of a step", color: "--c1", values: losses, dots: true },
       { name: "smoothed", color: "--c0", values: smoothed },
     ];
     const facts = [
-      ["suggested rate", rateText(suggestion)], ["rate of the lowest loss", rateText(minimum)],
+      ["suggested rate", rateText(suggestion)], ["steepest descent", rateText(steepest)], ["lowest loss at", rateText(minimum)],
       ["lowest loss", format.number(smoothed.length ? Math.min(...smoothed) : null)], ["loss before training", format.number(start)],
     ];
     return [

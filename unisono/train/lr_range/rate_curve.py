@@ -2,7 +2,7 @@
 
 The test is that of Smith (Cyclical Learning Rates for Training Neural Networks, 2017, arXiv 1506.01186, section 3.3).
 The suggestion is the rate at which the loss falls most steeply over the logarithm of the rate, as `steep` of fastai.
-Numbers only, without torch.
+For the peak of a one-cycle schedule it is the rate of the lowest loss. Numbers only, without torch.
 """
 
 from __future__ import annotations
@@ -134,11 +134,20 @@ class RateCurve:
         best = min(slopes, key=slopes.__getitem__)
         return best if slopes[best] < 0 else None
 
+    def suggested(self, *, peak: bool) -> int | None:
+        """Return the place of the suggested rate; None: the loss does not fall.
+
+        Args:
+            peak: Whether the rate is the peak of a one-cycle schedule. That is held for a few steps only, after a
+                warm-up, and may be as high as the rate of the lowest loss.
+        """
+        return self.lowest if peak and self.steepest is not None else self.steepest
+
     def as_json(self) -> dict[str, Any]:
         """Return the curve and its two rates for JSON."""
         lowest, steepest = self.lowest, self.steepest
         return {
-            "suggestion": self.rates[steepest] if steepest is not None else None,
+            "steepest": self.rates[steepest] if steepest is not None else None,
             "minimum": self.rates[lowest] if lowest is not None else None,
             "rates": list(self.rates),
             "losses": list(self.losses),
