@@ -8,7 +8,7 @@
 Data     that of the image recipe. A part of the training images is for the search; the test images are for the end
 Search   each step trains one path, drawn uniformly (Single Path One-Shot, arXiv 1904.00420). Paths are then compared
          with the shared weights, and evolved
-Result   RESULT
+Result   the best, a random and the worst path, with shared weights; then trained from scratch with --set path=...
 """
 
 from __future__ import annotations
