@@ -269,8 +269,8 @@ def recovered(rows: list[list[Row]], measured: Callable[[Tensor], Tensor], group
     alone, student, original = seeds.mean(1).tolist()
     gaps = f"alone {alone:.4f}, distilled {student:.4f}, original {original:.4f}"
     gap = again[2] - again[0]
-    if abs(float(gap.mean())) <= 2 * float(gap.std()):
-        return f"alone and original do not differ by two standard errors ({gaps})"
+    if abs(float(gap.mean())) <= 3 * float(gap.std()):
+        return f"alone and original do not differ by three standard errors ({gaps})"
     mean = (student - alone) / (original - alone)
     error = float(((again[1] - again[0]) / gap).std())
     each = ", ".join(f"{float(value):.2f}" for value in (seeds[1] - seeds[0]) / (seeds[2] - seeds[0]))
