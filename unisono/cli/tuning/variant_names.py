@@ -141,8 +141,9 @@ def _built(kind: type, options: Mapping[str, Any], flag: str, text: str, line: C
         raise SettingsError(f"{flag} {name} needs another package.", facts, do) from None
     except (TypeError, ValueError) as error:
         facts = str(error).splitlines()[0] if str(error) else "Optuna gives no reason."
-        do = line.flag(flag, EXAMPLES.get(name, name)) if EXAMPLES.get(name, name) != text else line.without(flag)
-        raise SettingsError(f"Optuna does not accept {flag} {text}.", facts, str(do)) from None
+        example = EXAMPLES.get(name, name)
+        other = line.flag(flag, example) if example != text else line.without(flag)
+        raise SettingsError(f"Optuna does not accept {flag} {text}.", facts, str(other)) from None
 
 
 def problem_of_space(text: str, infinite: bool, line: CommandLine) -> Problem | None:
