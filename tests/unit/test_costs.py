@@ -10,8 +10,8 @@ from unisono.cli.planning.plan_command import bytes_of_text
 from unisono.config import CommandLine
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
 from unisono.costs.memory_model import memory_of, moments
-from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, costs_of
-from unisono.costs.time_model import Machine, MeasuredLinks, rounds_of_busiest, seconds_of
+from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, StepSeconds, costs_of, step_seconds
+from unisono.costs.time_model import Machine, rounds_of_busiest, seconds_of
 from unisono.errors import SettingsError
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import copies, subtrees
@@ -25,13 +25,16 @@ COSTS = RecordedCosts(
     shard_imports=10 * MB,
     micro_batches=(1,) * 8,
     samples=64,
-    round_seconds=0.1,
-    update_seconds=0.02,
-    other_seconds=0.01,
+    seconds=StepSeconds(0.1, 0.02, 0.01),
     flops=0,
     threads=1,
 )
-MACHINE = Machine(2, {2: MeasuredLinks(0.05, 0.02, 0.03), 4: MeasuredLinks(0.1, 0.04, 0.06)})
+MACHINE = Machine(
+    COSTS.seconds,
+    replicas={2: StepSeconds(0.11, 0.03, 0.05), 4: StepSeconds(0.22, 0.06, 0.1)},
+    shards={2: StepSeconds(0.17, 0.02, 0.02), 4: StepSeconds(0.4, 0.04, 0.04)},
+    cores=2,
+)
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 2, 3, 6, 8, 13, 32])
@@ -72,14 +75,40 @@ def test_one_process_is_predicted_as_it_was_measured() -> None:
     assert memory_of(costs, replicas=2).unexplained == 7 * MB
 
 
-def test_the_time_of_a_step_follows_from_its_parts() -> None:
+def test_what_was_measured_is_predicted_as_it_was() -> None:
     assert seconds_of(COSTS, MACHINE) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
-    assert seconds_of(COSTS, MACHINE, replicas=2) == pytest.approx(4 * 0.1 + 0.02 + 0.05 + 0.01)
-    four = 2 * (2 * 0.1 + 0.02) + 0.1 + 0.01  # four processes on two cores
-    assert seconds_of(COSTS, MACHINE, replicas=4) == pytest.approx(four)
-    assert seconds_of(COSTS, MACHINE, shards=2) == pytest.approx(4 * (0.1 + 2 * 0.02 + 0.03) + 0.01 + 0.01)
-    assert seconds_of(COSTS, MACHINE, replicas=3) is None  # links among 3 were not measured
-    assert seconds_of(replace(COSTS, round_seconds=None), MACHINE) is None
+    assert seconds_of(COSTS, MACHINE, replicas=2) == pytest.approx(4 * 0.11 + 0.03 + 0.05)
+    assert seconds_of(COSTS, MACHINE, replicas=4) == pytest.approx(2 * 0.22 + 0.06 + 0.1)
+    assert seconds_of(COSTS, MACHINE, shards=2) == pytest.approx(4 * 0.17 + 0.02 + 0.02)
+    assert seconds_of(COSTS, MACHINE, shards=4) == pytest.approx(2 * 0.4 + 0.04 + 0.04)
+
+
+def test_the_time_of_other_placements_follows_from_it() -> None:
+    extra = 0.17 - 0.11  # of a micro-batch in two shards
+    by_step = 4 * 0.11 + extra / 3 + 0.02 + 0.05
+    assert seconds_of(COSTS, MACHINE, shards=2, by_layer=False) == pytest.approx(by_step)
+    again = replace(COSTS, seconds=StepSeconds(0.13, 0.02, 0.01))  # with recomputation
+    assert seconds_of(again, MACHINE, replicas=2) == pytest.approx(4 * 1.1 * 0.13 + 0.03 + 0.05)
+    assert seconds_of(again, MACHINE, shards=2) == pytest.approx(4 * (1.1 * 0.13 + extra) + 0.02 + 0.02)
+    # two groups of two shards: messages of two processes, while four compute
+    found = seconds_of(COSTS, MACHINE, replicas=2, shards=2)
+    assert found == pytest.approx(2 * (0.22 + 2 * extra) + 2 * 0.02 + 2 * 0.02 + 0.1 / 2)
+
+
+def test_a_time_that_follows_from_nothing_is_not_known() -> None:
+    assert seconds_of(COSTS, MACHINE, replicas=3) is None
+    assert seconds_of(replace(COSTS, seconds=None), MACHINE) is None
+    assert seconds_of(COSTS, replace(MACHINE, shards={}), shards=2) is None
+    only_shards = replace(MACHINE, replicas={})  # replicas do not fit: four processes on two cores take twice as long
+    assert seconds_of(COSTS, only_shards, shards=4) == pytest.approx(2 * 0.4 + 0.04 + 0.04)
+    assert seconds_of(COSTS, only_shards, shards=4, by_layer=False) is None
+
+
+def test_the_slowest_process_decides() -> None:
+    step = {"data": 0.1, "forward": 1.0, "backward": 2.0, "update": 0.5, "seconds": 4.0}
+    slow = {**step, "forward": 2.0, "update": 0.25}
+    found = step_seconds([{"steps": [step] * 3}, {"steps": [slow] * 3}], 2)
+    assert found == StepSeconds(pytest.approx(4.1 / 2), 0.5, 0.0)
 
 
 def test_the_busiest_process_decides() -> None:
@@ -111,7 +140,8 @@ def test_the_quickest_that_fits_comes_first() -> None:
 
 
 def test_records_become_costs() -> None:
-    step = {"data": 0.1, "forward": 1.0, "backward": 2.0, "exchange": 0.5, "update": 0.25, "other": 0.0, "rounds": 2}
+    step = {"data": 0.1, "forward": 1.0, "backward": 2.0, "exchange": 0.5, "update": 0.25, "other": 0.0}
+    step |= {"rounds": 2, "seconds": 3.85}
     groups = [[60, 60], [40, 30]]
     state = {"parameters": 100, "buffers": 1, "gradients": 90, "optimizer": 180, "groups": groups}
     timed = {
@@ -122,10 +152,15 @@ def test_records_become_costs() -> None:
         "micro_batches": [1, 1],
         "samples": 4,
         "threads": 1,
+        "recompute": "none",
+        "precision": "fp32",
+        "epoch_steps": 10,
+        "total_steps": 30,
     }
     costs = costs_of(timed, None)
     assert costs.process == 1000 - 101
-    assert costs.round_seconds == pytest.approx(1.55)
+    assert costs.seconds is not None
+    assert costs.seconds.round == pytest.approx(1.55)
     assert costs.step_seconds == pytest.approx(2 * 1.55 + 0.25 + 0.5)
     assert costs.state.groups == ((60, 60), (40, 30))
     assert candidate(Placement(), costs, MACHINE).memory is None

@@ -51,6 +51,21 @@ class RoundBytes:
 
 
 @dataclass(frozen=True)
+class StepSeconds:
+    """The time of a step by part, of the slowest process.
+
+    Attributes:
+        round: A micro-batch: data, forward and backward pass, and the messages that overlap with them.
+        update: The update.
+        rest: What the step takes besides: messages that nothing hides, waits, the loop.
+    """
+
+    round: float
+    update: float
+    rest: float
+
+
+@dataclass(frozen=True)
 class RecordedCosts:
     """What steps on one process took.
 
@@ -62,11 +77,13 @@ class RecordedCosts:
         shard_imports: The memory of the modules that only a process with a part of the model loads.
         micro_batches: The number of micro-batches of each virtual rank.
         samples: The samples of a step.
-        round_seconds: The time of a micro-batch; None: it was not measured.
-        update_seconds: The time of an update.
-        other_seconds: The rest of a step.
+        seconds: The time of a step by part; None: it was not measured.
         flops: Floating-point operations of a micro-batch.
         threads: The threads of the process.
+        recompute: The setting parallel.activation_checkpoint.
+        precision: The setting precision.
+        epoch_steps: The steps of an epoch.
+        total_steps: The steps of the run.
     """
 
     state: StateBytes
@@ -76,18 +93,20 @@ class RecordedCosts:
     shard_imports: int
     micro_batches: tuple[int, ...]
     samples: int
-    round_seconds: float | None
-    update_seconds: float
-    other_seconds: float
+    seconds: StepSeconds | None
     flops: int
     threads: int
+    recompute: str = "none"
+    precision: str = "fp32"
+    epoch_steps: int = 0
+    total_steps: int = 0
 
     @property
     def step_seconds(self) -> float | None:
         """The time of a step on one process; None: it was not measured."""
-        if self.round_seconds is None:
+        if self.seconds is None:
             return None
-        return sum(self.micro_batches) * self.round_seconds + self.update_seconds + self.other_seconds
+        return sum(self.micro_batches) * self.seconds.round + self.seconds.update + self.seconds.rest
 
 
 def state_of(content: Mapping[str, Any]) -> StateBytes:
@@ -115,7 +134,6 @@ def costs_of(timed: Mapping[str, Any], parts: Mapping[str, Any] | None) -> Recor
         parts: The record of a micro-batch's memory; None: there is none.
     """
     state, memory = state_of(timed["state"]), timed["memory"]
-    steps = timed["steps"][WARM_UP:] or timed["steps"][-1:]
     on_cpu = timed["device"] == "cpu"
     return RecordedCosts(
         state=state,
@@ -125,11 +143,13 @@ def costs_of(timed: Mapping[str, Any], parts: Mapping[str, Any] | None) -> Recor
         shard_imports=memory["shard_imports"] if on_cpu else 0,
         micro_batches=tuple(timed["micro_batches"]),
         samples=timed["samples"],
-        round_seconds=_median(steps, ("data", "forward", "backward"), each="rounds"),
-        update_seconds=_median(steps, ("update",)),
-        other_seconds=_median(steps, ("exchange", "other")),
+        seconds=step_seconds([timed], sum(timed["micro_batches"])),
         flops=parts["flops"] if parts is not None else 0,
         threads=timed["threads"],
+        recompute=timed["recompute"],
+        precision=timed["precision"],
+        epoch_steps=timed["epoch_steps"],
+        total_steps=timed["total_steps"],
     )
 
 
@@ -148,14 +168,28 @@ def without_steps(parts: Mapping[str, Any], process: int) -> RecordedCosts:
         shard_imports=0,
         micro_batches=tuple(parts["micro_batches"]),
         samples=parts["samples"],
-        round_seconds=None,
-        update_seconds=0.0,
-        other_seconds=0.0,
+        seconds=None,
         flops=parts["flops"],
         threads=parts["threads"],
+        recompute=parts["recompute"],
+        precision=parts["precision"],
+        epoch_steps=parts["epoch_steps"],
+        total_steps=parts["total_steps"],
     )
 
 
-def _median(steps: Sequence[Mapping[str, float]], names: Sequence[str], each: str = "") -> float:
-    """Return the median over steps of the time of some phases, divided by a count of the step."""
-    return median(sum(step[name] for name in names) / (step[each] if each else 1) for step in steps)
+def step_seconds(ranks: Sequence[Mapping[str, Any]], rounds: int) -> StepSeconds:
+    """Return the time of a step by part from the records of all processes of a run: medians over steps.
+
+    Args:
+        ranks: The records (train/costs/step_costs.py).
+        rounds: The most micro-batches that a process computes in a step.
+    """
+    steps = list(zip(*(rank["steps"] for rank in ranks), strict=True))
+    steps = steps[WARM_UP:] or steps[-1:]
+
+    def slowest(*names: str) -> float:
+        return median(max(sum(step[name] for name in names) for step in one) for one in steps)
+
+    computing, update = slowest("data", "forward", "backward"), slowest("update")
+    return StepSeconds(computing / rounds, update, max(0.0, slowest("seconds") - computing - update))

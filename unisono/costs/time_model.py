@@ -1,9 +1,17 @@
-"""The time of a step under a placement: micro-batches, messages, update.
+"""The time of a step under a placement: micro-batches, update, and the rest.
 
-    a step = load x (micro-batches of the busiest process x seconds of one + update) + messages
+    a step = micro-batches of the busiest process x seconds of one + update + rest
 
-`load` says how much slower a process computes while the others compute as well, because they share cores and memory.
-Messages are measured on this machine between as many processes, at the size of the model's gradient.
+On one process all three are measured. For each number of processes two short runs are measured as well, with replicas
+and with shards that are gathered layer by layer. They show what no count of operations does: how much slower a process
+computes while others compute as well, how much of the exchange the last backward pass hides, and what a gather costs.
+The other placements follow from these:
+
+    load     a micro-batch among n replicas, over one on a process alone
+    extra    a micro-batch among n shards, less load x one alone: two gathers of all layers and one scatter
+
+Recomputation changes the micro-batch alone. Shards that are gathered once a step need a third of `extra`, once. Groups
+of shards gather among fewer processes, while all processes compute.
 """
 
 from __future__ import annotations
@@ -11,50 +19,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from unisono.costs.recorded_costs import RecordedCosts
+from unisono.costs.recorded_costs import RecordedCosts, StepSeconds
 from unisono.plan.assignment import assign_evenly
 
-GATHERS = 2
-"""How often a layer is gathered for a micro-batch, if its shards are gathered layer by layer: forward and backward."""
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """The time of collectives among some processes of this machine.
-
-    Attributes:
-        exchange: Seconds in which the processes exchange one gradient along the tree.
-        gather: Seconds in which they gather all parameters.
-        scatter: Seconds in which each gets its part of all gradients.
-    """
-
-    exchange: float = 0.0
-    gather: float = 0.0
-    scatter: float = 0.0
-
-
-ALONE = MeasuredLinks()
+TRANSFERS = 3
+"""Transfers of all layers in a micro-batch, if shards are gathered layer by layer: two gathers and one scatter."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The processors and links that a placement uses.
+    """What short runs on this machine took.
 
     Attributes:
-        cores: Cores that processes share; 0: each process has a device of its own.
-        links: The measured links, by the number of processes.
-        loads: The measured slowdown of a micro-batch, by the number of processes that compute at the same time.
+        alone: The time of a step on one process; None: it was not measured.
+        replicas: The time of a step of replicas, by their number.
+        shards: The time of a step of one replica in shards that are gathered layer by layer, by their number.
+        cores: Cores that processes share, for numbers of processes that were not measured; 0: each has a device.
     """
 
+    alone: StepSeconds | None = None
+    replicas: Mapping[int, StepSeconds] = field(default_factory=dict)
+    shards: Mapping[int, StepSeconds] = field(default_factory=dict)
     cores: int = 0
-    links: Mapping[int, MeasuredLinks] = field(default_factory=dict)
-    loads: Mapping[int, float] = field(default_factory=dict)
 
     def load(self, processes: int, threads: int) -> float:
         """Return the factor by which a process computes slower than alone."""
-        if processes in self.loads:
-            return self.loads[processes]
+        if self.alone is not None and processes in self.replicas:
+            return self.replicas[processes].round / self.alone.round
         return max(1.0, processes * threads / self.cores) if self.cores else 1.0
+
+    def extra(self, shards: int, threads: int) -> float:
+        """Return the seconds that a micro-batch takes longer in shards than in replicas."""
+        assert self.alone is not None
+        return self.shards[shards].round - self.load(shards, threads) * self.alone.round
 
 
 def rounds_of_busiest(micro_batches: tuple[int, ...], spans: int, turns: int = 1) -> int:
@@ -72,18 +69,23 @@ def rounds_of_busiest(micro_batches: tuple[int, ...], spans: int, turns: int = 1
 def seconds_of(
     costs: RecordedCosts, machine: Machine, *, replicas: int = 1, shards: int = 1, by_layer: bool = True
 ) -> float | None:
-    """Return the seconds of a step; None: micro-batches or messages were not measured."""
+    """Return the seconds of a step; None: what it follows from was not measured."""
     size = replicas * shards
-    links = ALONE if size == 1 else machine.links.get(size)
-    if costs.round_seconds is None or links is None:
-        return None
+    if size == 1 or costs.seconds is None or machine.alone is None:
+        return costs.step_seconds if size == 1 else None
     load = machine.load(size, costs.threads)
     turns = shards if by_layer else 1
     rounds = rounds_of_busiest(costs.micro_batches, size // turns, turns)
-    computing = load * (rounds * costs.round_seconds + costs.update_seconds / shards)
+    computing = rounds * load * costs.seconds.round
+    among, parts = machine.replicas.get(size), machine.shards.get(shards)
     if shards == 1:
-        return computing + links.exchange + costs.other_seconds
-    if by_layer:
-        exchange = links.exchange / shards if replicas > 1 else 0.0
-        return computing + rounds * (GATHERS * links.gather + links.scatter) + exchange + costs.other_seconds
-    return computing + links.gather + links.exchange + costs.other_seconds
+        return None if among is None else computing + among.update + among.rest
+    if parts is None or (among is None and not (by_layer and replicas == 1)):
+        return None
+    busier = load / machine.load(shards, costs.threads)  # messages on one machine are work of its processors, too
+    extra, update = busier * machine.extra(shards, costs.threads), busier * parts.update
+    if not by_layer:
+        assert among is not None
+        return computing + extra / TRANSFERS + update + among.rest
+    exchange = among.rest / shards if among is not None and replicas > 1 else 0.0
+    return computing + rounds * extra + update + busier * parts.rest + exchange

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -11,15 +10,16 @@ from cyclopts import Parameter
 
 from unisono.cli.compare.repeated_runs import refuse_unfit
 from unisono.cli.planning.rate_flags import RateFlags
+from unisono.cli.planning.device_request import DeviceRequest
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import CommandLine
+from unisono.costs.device_table import bytes_in
 from unisono.costs.recorded_costs import WARM_UP
 from unisono.errors import SettingsError
 
 STEPS = 6
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def plan(
@@ -31,12 +31,13 @@ def plan(
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = STEPS,
     virtual_ranks: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
     rates: RateFlags = RateFlags(),  # noqa: B008  (frozen)
+    compared: DeviceRequest = DeviceRequest(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
     """Predict the memory and the step time of a script's placements, without training.
 
-    One process computes a step of fake tensors, which need no memory, and a few steps of real ones. Collectives are
-    measured between processes. The placements that fit are listed, quickest first, as commands to type.
+    One process computes a step of fake tensors, which need no memory, and a few steps of real ones. So do 2, 4, ...
+    processes together. The placements that fit are listed, quickest first, as commands to type.
 
     Parameters
     ----------
@@ -47,7 +48,7 @@ def plan(
     memory
         The memory that a process may use, as in 24GB. By default that of this machine, divided by the processes.
     steps
-        Number of steps that one process computes. The first 2 are not timed.
+        Number of steps that processes compute. The first 2 are not timed.
     virtual_ranks
         Also measure the same batch with 1, 2, 4, ..., 32 virtual ranks on one process.
     """
@@ -55,6 +56,7 @@ def plan(
     words += ["--memory", memory] if memory else []
     words += ["--steps", str(steps)] if steps != STEPS else []
     words += ["--virtual-ranks"] if virtual_ranks else []
+    words += compared.words
     line = request.line("unisono", "plan", target, *words)
     if rates.given:
         return rates.test(target, ranks, request, line)
@@ -63,6 +65,7 @@ def plan(
         facts = f"The first {WARM_UP} steps are not timed."
         raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
     limit = bytes_of_text(memory, line) if memory else None
+    devices = compared.found(line)
     script, threads, *_ = checked(target, 1 if ranks is None else ranks, request, line)
     from unisono.cli.planning.plan_trials import PlanTrials  # here, because it loads numpy
 
@@ -77,6 +80,7 @@ def plan(
             ranks=ranks,
             limit=limit,
             compares_virtual_ranks=virtual_ranks,
+            devices=devices,
             run_line=request.line("unisono", "run", target).without("--json"),
         ).run()
 
@@ -87,8 +91,7 @@ def bytes_of_text(text: str, line: CommandLine) -> int:
     Raises:
         SettingsError: It is no size above 0.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)b?\s*", text.lower())
-    found = round(float(match[1]) * UNITS[match[2]]) if match else 0
+    found = bytes_in(text)
     if found:
         return found
     facts = "It is a number of bytes above 0, with a unit: 24GB, 512MB."

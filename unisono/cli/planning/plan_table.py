@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.config import CommandLine, plural, size
-from unisono.costs.candidates import NOT_PREDICTED, Candidate, ranked
+from unisono.costs.candidates import NOT_PREDICTED, Candidate, Placement, ranked
 from unisono.costs.memory_model import MemoryParts
 from unisono.costs.recorded_costs import RecordedCosts
 
@@ -46,9 +46,7 @@ class PlanTable:
 
     def line_of(self, each: Candidate) -> CommandLine:
         """Return the command that trains with a placement."""
-        count, line = each.placement.processes, self.run_line
-        line = line.setting(*each.placement.sets) if each.placement.sets else line
-        return line.in_processes(count) if count > 1 else line
+        return line_of(self.run_line, each.placement)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report."""
@@ -110,6 +108,8 @@ class PlanTable:
             "not_predicted": list(NOT_PREDICTED),
             "activations_by_layer": dict(self.costs.rounds.layers) if self.costs.rounds is not None else {},
             "flops_of_a_micro_batch": self.costs.flops,
+            "epoch_steps": self.costs.epoch_steps,
+            "total_steps": self.costs.total_steps,
             "one_more_process": self._entry(self.one_more, fits=True) if self.one_more is not None else None,
             "virtual_ranks": {str(count): seconds for count, seconds in self.virtual_ranks.items()},
         }
@@ -125,6 +125,12 @@ class PlanTable:
             "samples_per_second": each.samples / each.seconds if each.seconds else None,
             "line": str(self.line_of(each)),
         }
+
+
+def line_of(run_line: CommandLine, placement: Placement) -> CommandLine:
+    """Return the command that trains with a placement. `run_line`: the command without one."""
+    line = run_line.setting(*placement.sets) if placement.sets else run_line
+    return line.in_processes(placement.processes) if placement.processes > 1 else line
 
 
 def _parts(memory: MemoryParts) -> str:

@@ -3,7 +3,7 @@
 fake        a step of fake tensors: the memory of a micro-batch, whatever the size of the model
 count       the same with real tensors, where the script cannot compute with fake ones
 measure     some steps on one process: time, and its peak of memory
-links       collectives between 2, 4, ... processes, at the size of the model
+together    some steps on 2, 4, ... processes: replicas, and shards that are gathered layer by layer
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
 Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation.
@@ -13,30 +13,31 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from unisono.cli.benchmark import pair_rounds
-from unisono.cli.compare.layout_spec import ALONE
+from unisono.cli.compare.layout_spec import ALONE, LayoutSpec
 from unisono.cli.compare.repeated_runs import reason_of
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
-from unisono.cli.planning.plan_table import PlanTable
+from unisono.cli.planning.device_rows import device_entries, device_lines
+from unisono.cli.planning.plan_table import PlanTable, line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, size
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements
-from unisono.costs.recorded_costs import RecordedCosts, costs_of, without_steps
-from unisono.costs.time_model import Machine, MeasuredLinks
+from unisono.costs.device_costs import DeviceOffer, offers_of, smallest_need
+from unisono.costs.device_table import HERE, Device
+from unisono.costs.memory_model import memory_of
+from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
+from unisono.costs.time_model import Machine, rounds_of_busiest
 from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
 from unisono.machine.control_group import ControlGroup
 from unisono.machine.kernel_files import KernelFiles
 
 RECOMPUTE = "parallel.activation_checkpoint"
-COLLECTIVES = ("tree", "all_gather", "reduce_scatter")
 PROCESS = 350_000_000
 """Bytes of a process with Python and torch, where no process was measured."""
 
@@ -55,14 +56,17 @@ class PlanTrials(TrialRunner):
         ranks: The largest number of processes; None: one for each core.
         limit: The bytes that a process may use; None: its part of this machine.
         compares_virtual_ranks: Whether other numbers of virtual ranks are measured.
+        devices: The devices to compare; []: this machine alone.
         run_line: The command that trains, without a placement.
     """
 
     ranks: int | None
     limit: int | None
     compares_virtual_ranks: bool
+    devices: Sequence[Device]
     run_line: CommandLine
     notes: list[str] = field(default_factory=list)
+    _shards: bool = True
 
     def run(self) -> int:
         """Run the trials, print the plan, and return the exit status."""
@@ -71,29 +75,58 @@ class PlanTrials(TrialRunner):
             if plain is None:
                 return self._leave(1, message=self.notes[-1])
             again = self._recomputing(plain)
-            most = self._most(plain)
-            counts = counts_up_to(most)
-            virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
-            more = [most + 1] if most < len(plain.micro_batches) else []
-            links = {n: self._links(n, plain) for n in [*counts, *more] if n > 1 and plain.round_seconds is not None}
+            table = self._table(plain, again) if self._is_here else None
         except (StoppedPlanError, KeyboardInterrupt):
             return self._stopped()
-        machine = Machine(_cores(), links)
+        offers = [offer for device in self.devices for offer in self._offers(device, plain, again, table)]
+        self._note_small_devices(plain, again, offers)
+        return self._report(table, offers)
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether placements on this machine are planned."""
+        return not self.devices or any(device.name == HERE for device in self.devices)
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether steps are computed. Devices with a rate need only counts."""
+        return self._is_here or any(device.speed for device in self.devices)
+
+    def _table(self, plain: RecordedCosts, again: RecordedCosts | None) -> PlanTable:
+        """Plan placements on this machine."""
+        most = self._most(plain)
+        counts = counts_up_to(most)
+        virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
+        more = [most + 1] if most < len(plain.micro_batches) else []
+        machine = self._machine(plain, counts, more)
         by_setting = {False: plain, True: again}
         found = [
             candidate(placement, costs, machine)
-            for placement in placements(most, recompute=again is not None)
+            for placement in placements(most, shards=self._shards, recompute=again is not None)
             if (costs := by_setting[placement.recompute]) is not None
         ]
         one_more = candidate(Placement(most + 1), plain, machine) if more else None
         limits = {n: self._limit(n) for n in counts}
         self._refuse_small_memory(plain, found, limits)
-        return self._report(plain, found, limits, one_more, virtual_ranks)
+        return PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
+
+    def _offers(
+        self, device: Device, plain: RecordedCosts, again: RecordedCosts | None, table: PlanTable | None
+    ) -> list[DeviceOffer]:
+        """Return the placements that fit on a kind of device, quickest first."""
+        if device.name != HERE or table is None:
+            return offers_of(device, plain, again)
+        here = {n: replace(device, memory=limit) for n, limit in table.limits.items()}
+        return [
+            DeviceOffer(here[each.placement.processes], each, plain.total_steps, estimated=False)
+            for each in table.fitting
+        ]
 
     # -- trials
 
-    def _trial(self, name: str, sets: tuple[str, ...], recording: str) -> RunOutcome:
-        outcome = self._run(Trial(name, 1, (*QUIET, *UNCHECKED, *ALONE.sets, *sets), {}, recording))
+    def _trial(self, name: str, sets: tuple[str, ...], recording: str, layout: LayoutSpec = ALONE) -> RunOutcome:
+        found = (*QUIET, *UNCHECKED, *layout.sets, *sets)
+        outcome = self._run(Trial(name, layout.processes, found, {}, recording))
         if outcome.stopped:
             raise StoppedPlanError
         return outcome
@@ -108,6 +141,8 @@ class PlanTrials(TrialRunner):
             parts = None
         elif (need := _need(parts)) > psutil.virtual_memory().available:
             self._note(f"The script needs {size(need)} on one process, so no step was computed on this machine.")
+            return without_steps(parts, PROCESS)
+        if parts is not None and not self._is_timed:
             return without_steps(parts, PROCESS)
         outcome = self._trial(name, sets, "costs:{steps}:{folder}")
         if outcome.exit_status:
@@ -127,39 +162,61 @@ class PlanTrials(TrialRunner):
         return costs_of(timed, parts)
 
     def _recomputing(self, plain: RecordedCosts) -> RecordedCosts | None:
-        """Return what a step takes if activations are recomputed; None: this changes nothing, or is set already."""
-        if plain.peak and self._settings("plain").get(RECOMPUTE, "none") != "none":
+        """Return what a step takes if activations are recomputed; None: this changes nothing, as a note says."""
+        if plain.recompute != "none":
+            self._note(f"All placements recompute activations: the script has {RECOMPUTE}={plain.recompute}.")
             return None
         found = self._costs("recompute", (f"{RECOMPUTE}=full",))
         if found is None:
             self._note(f"{RECOMPUTE}=full is not possible: {self.notes.pop()}")
-        if found is None or found.rounds is None or plain.rounds is None:
             return None
-        return found if found.rounds.activations < plain.rounds.activations else None
+        if found.rounds is None or plain.rounds is None:
+            self._note(f"{RECOMPUTE}=full is not compared, because the activations could not be counted.")
+            return None
+        before, after = plain.rounds.activations, found.rounds.activations
+        if after >= before:
+            layers = "" if plain.rounds.layers.keys() - {""} else ": no layers of the model were found"
+            words = f"a micro-batch keeps {size(after)} of activations with it and {size(before)} without{layers}"
+            self._note(f"{RECOMPUTE}=full is left out, because it saves no memory here ({words}).")
+            return None
+        return found
 
     def _record(self, name: str, file: str) -> dict[str, Any] | None:
         path = self.recording(name) / file
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
 
-    def _links(self, count: int, costs: RecordedCosts) -> MeasuredLinks:
-        """Measure collectives between some processes, at the size of the model."""
-        file = self.folder / f"links-{count}.jsonl"
-        sizes = sorted({max(costs.state.gradients, 4), max(costs.state.parameters, 4)})
-        wanted = json.dumps({"names": COLLECTIVES, "sizes": sizes})
-        script = Path(pair_rounds.__file__).with_name("measure.py")
-        outcome = self._start(script, [str(file), wanted], self.folder / f"links-{count}", ranks=count, threads=1)
-        if outcome.stopped:
-            raise StoppedPlanError
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        found = {
-            (row["collective"], row["bytes"]): float(row["seconds"]) for row in map(json.loads, lines) if "bytes" in row
-        }
-        return MeasuredLinks(
-            exchange=found.get(("tree", sizes[0]), 0.0),
-            gather=found.get(("all_gather", sizes[-1]), 0.0),
-            scatter=found.get(("reduce_scatter", sizes[0]), 0.0),
-        )
+    def _machine(self, plain: RecordedCosts, counts: Sequence[int], more: Sequence[int]) -> Machine:
+        """Measure replicas and shards on several processes. `more`: numbers of processes for replicas alone."""
+        if plain.seconds is None:
+            return Machine()
+        replicas, shards = {}, {}
+        for count in [count for count in (*counts, *more) if count > 1]:
+            found = self._together("replicate", count, plain)
+            if found is not None:
+                replicas[count] = found
+            found = self._together("shard", count, plain) if self._shards and count not in more else None
+            if found is not None:
+                shards[count] = found
+        return Machine(plain.seconds, replicas, shards, _cores())
+
+    def _together(self, axis: str, count: int, plain: RecordedCosts) -> StepSeconds | None:
+        """Return the time of a step on some processes, measured; None: it does not fit this machine, or fails."""
+        divided = axis == "shard"
+        layout = LayoutSpec({axis: str(count)})
+        if plain.rounds is not None:
+            need = count * memory_of(plain, **({"shards": count} if divided else {"replicas": count})).total
+            if need > psutil.virtual_memory().available:
+                self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
+                return None
+        outcome = self._trial(f"{axis} {count}", (), "costs:{steps}:{folder}", layout)
+        if outcome.exit_status:
+            self._note(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
+            self._shards = self._shards and not divided
+            return None
+        ranks = [self._record(f"{axis} {count}", f"rank-{rank}.json") for rank in range(count)]
+        spans, turns = (1, count) if divided else (count, 1)
+        return step_seconds([rank for rank in ranks if rank], rounds_of_busiest(plain.micro_batches, spans, turns))
 
     def _by_virtual_ranks(self, plain: RecordedCosts) -> dict[int, float]:
         """Return the seconds of a step of the same batch, by the number of virtual ranks."""
@@ -198,6 +255,19 @@ class PlanTrials(TrialRunner):
         do = self.line.flag("--memory", size(least.memory.total * 1.1).replace(" ", ""))
         raise SettingsError(f"No placement fits in --memory {size(self.limit)}.", facts, str(do))
 
+    def _note_small_devices(
+        self, plain: RecordedCosts, again: RecordedCosts | None, offers: Sequence[DeviceOffer]
+    ) -> None:
+        """Note the devices that no placement fits on."""
+        for device in self.devices:
+            if device.name == HERE or any(each.device.name == device.name for each in offers):
+                continue
+            need, placement = smallest_need(device, plain, again)
+            self._note(
+                f"Nothing fits on {device.name}: the least is {size(need)} ({placement}), and it has "
+                f"{size(device.memory)}."
+            )
+
     # -- the report
 
     def _note(self, text: str) -> None:
@@ -206,25 +276,37 @@ class PlanTrials(TrialRunner):
     def _facts(self, status: int) -> dict[str, Any]:
         return {"steps": self.steps, "notes": self.notes}
 
-    def _report(
-        self,
-        plain: RecordedCosts,
-        found: list[Candidate],
-        limits: Mapping[int, int],
-        one_more: Candidate | None,
-        virtual_ranks: Mapping[int, float],
-    ) -> int:
-        table = PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
-        for text in table.lines():
+    def _report(self, table: PlanTable | None, offers: list[DeviceOffer]) -> int:
+        for text in table.lines() if table is not None else ():
+            self._say(text)
+        for text in device_lines(offers, self._line_of):
             self._say(text)
         for note in self.notes:
             self._say(note)
-        first = table.first
-        if first is None:
+        more = table.as_json() if table is not None else {}
+        more |= {"devices": device_entries(self.devices, offers, self._line_of)} if self.devices else {}
+        timed = [each for each in offers if each.seconds is not None] or offers
+        quickest = min(timed, key=lambda each: each.seconds or 0.0, default=None)
+        first = table.first if table is not None else None
+        if first is None and quickest is None:
             self._say("No placement fits.")
-            return self._leave(1, **table.as_json())
-        self._say(f"  Next: {table.line_of(first)}")
-        return self._leave(0, **table.as_json(), next=str(table.line_of(first)))
+            return self._leave(1, **more)
+        if first is not None and table is not None:
+            do = table.line_of(first)
+        else:
+            assert quickest is not None
+            do = self._line_of(quickest)
+        self._say(f"  Next: {do}")
+        return self._leave(0, **more, next=str(do))
+
+    def _line_of(self, offer: DeviceOffer) -> CommandLine:
+        """Return the command that trains with a placement."""
+        return line_of(self.run_line, offer.candidate.placement)
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a message."""
+    return next(iter(text.strip().splitlines()), "")
 
 
 def _need(parts: Mapping[str, Any]) -> int:

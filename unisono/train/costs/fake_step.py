@@ -36,7 +36,7 @@ from unisono.plan.rng_keys import SCRIPT, mix
 from unisono.torch_compat.modules import buffer_slots, parameter_slots
 from unisono.train.context import build_context
 from unisono.train.costs.live_memory import LiveMemory
-from unisono.train.costs.memory_parts import MemoryCount, state_bytes, write_record
+from unisono.train.costs.memory_parts import MemoryCount, lengths, state_bytes, write_record
 from unisono.train.diagnostics.dry_run import DryRun, LoopReached
 from unisono.train.evaluation.model_call import Forward, call, parts
 from unisono.train.lifecycle import close
@@ -136,6 +136,9 @@ class FakeRun(DryRun[S]):
             "micro_batches": [len(order.micro_bounds(0, v)) for v in range(order.virtual_ranks)],
             "samples": order.batch_size(0),
             "threads": self.settings.threads,
+            "recompute": self.settings.parallel.activation_checkpoint,
+            "precision": self.settings.precision,
+            **lengths(self.settings, order.steps_per_epoch),
         }
 
 

@@ -156,6 +156,12 @@ def state_bytes(models: Sequence[nn.Module], steppers: Iterable[Any], settings: 
     }
 
 
+def lengths(settings: Settings, epoch_steps: int) -> dict[str, int]:
+    """Return the steps of an epoch and those of the run."""
+    steps = settings.steps if settings.steps is not None else (settings.epochs or 1) * epoch_steps
+    return {"epoch_steps": epoch_steps, "total_steps": steps}
+
+
 def shard_groups(model: nn.Module, settings: Settings) -> list[tuple[int, int]]:
     """Return the bytes of the parameters that FSDP gathers together, and of those of them that are trained."""
     modules = untied(model, [*_layers(layers_of, model, settings), model])

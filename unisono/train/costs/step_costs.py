@@ -88,7 +88,7 @@ class StepCosts(Extension):
     def _write(self) -> None:
         """Write the record. It loads what a process that shards a model loads, so all memory is measured before."""
         before = _kilobytes(STATUS, "VmRSS")
-        from unisono.train.costs.memory_parts import state_bytes
+        from unisono.train.costs.memory_parts import lengths, state_bytes
 
         self._memory["shard_imports"] = max(0, _kilobytes(STATUS, "VmRSS") - before) * 1024
         context, order = self._context, self._parts.source.order
@@ -102,6 +102,9 @@ class StepCosts(Extension):
             "virtual_ranks": order.virtual_ranks,
             "ranks": context.group.size,
             "threads": torch.get_num_threads(),
+            "recompute": context.settings.parallel.activation_checkpoint,
+            "precision": context.settings.precision,
+            **lengths(context.settings, order.steps_per_epoch),
         }
         write_text(self._file, json.dumps(content) + "\n")
 

@@ -1,0 +1,191 @@
+"""Compare what `unisono plan` predicts with what runs take: peak memory and step time of every placement in the plan.
+
+    python -m benchmarks.plan_accuracy --folder build/plan-accuracy     a stopped benchmark continues there
+    python -m benchmarks.plan_accuracy --models text gpt2 --rounds 1
+    python -m benchmarks.plan_accuracy --quick                          a smoke test
+
+For each model, `unisono plan` runs once. Then each placement is run as the plan says to type it, with the recorder that
+the plan itself uses, in rounds: each placement once, then each again. A round begins with another placement than the
+one before. The figure of a placement is the median over rounds, of the slowest process for time, and of the largest one
+for memory. Run it on an otherwise idle machine.
+
+    memory     limit 10 %
+    step       limit 15 %
+    choice     step time of the plan's first choice over that of the best measured placement: limit 1.05
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.machine import ROOT, parser, python_path, show
+from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
+from unisono.costs.recorded_costs import WARM_UP
+from unisono.environment import inherited
+
+SCRIPT = "benchmarks/plan_accuracy_script.py"
+MEMORY_LIMIT, STEP_LIMIT, CHOICE_LIMIT = 0.10, 0.15, 1.05
+RANKS, STEPS, ROUNDS = 4, 8, 2
+
+
+class Case(NamedTuple):
+    """A model that is planned.
+
+    Attributes:
+        target: The recipe or script.
+        sets: Its settings.
+        recompute: Whether placements with recomputed activations are run, too. They are the slower ones.
+    """
+
+    target: str
+    sets: tuple[str, ...]
+    recompute: bool = False
+
+    def runs(self, placement: str) -> bool:
+        """Return whether a placement is run."""
+        return self.recompute or "recompute" not in placement
+
+
+TEXT = ("sample_bytes=0", "validate_bytes=2000")
+CASES: Mapping[str, Case] = {
+    "text": Case("text", (*TEXT, "batch=32", "model.width=256"), recompute=True),
+    "image": Case("image", ("source=digits", "batch=256", "epochs=10")),
+    "speech": Case("speech", ("batch=64",)),
+    "topics": Case("topics", ("batch=256", "width=256")),
+    "resnet": Case(SCRIPT, ("kind=resnet", "batch=32", "depth=1"), recompute=True),
+    "gpt2": Case(SCRIPT, ("kind=gpt2", "batch=32", "width=384")),
+    "llama": Case(SCRIPT, ("kind=llama", "batch=32", "width=384"), recompute=True),
+}
+QUICK: Mapping[str, Case] = {"text": Case("text", (*TEXT, "batch=8", "model.width=16", "model.depth=1"))}
+
+
+def unisono(words: Sequence[str]) -> str:
+    """Run a command of this library, and return its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", *words],
+        cwd=ROOT,
+        env=inherited({"PYTHONPATH": python_path()}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"unisono {shlex.join(words)}: status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def planned(case: Case, ranks: int, steps: int) -> dict[str, Any]:
+    """Return the plan of a model."""
+    sets = [word for each in case.sets for word in ("--set", each)]
+    words = ["plan", case.target, "--ranks", str(ranks), "--steps", str(steps), "--json", *sets]
+    found: dict[str, Any] = json.loads(unisono(words).splitlines()[-1])
+    return found
+
+
+def measured(line: str, steps: int) -> dict[str, float]:
+    """Run a placement, and return the largest memory of a process and the median time of a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*shlex.split(line)[1:], f"--trace=costs:{steps}:{folder}/costs", f"--run-dir={folder}/run"]
+        unisono([*words, *(f"--set={each}" for each in (*QUIET, *UNCHECKED))])
+        files = sorted(Path(folder, "costs").glob("rank-*.json"))
+        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    seconds = zip(*([step["seconds"] for step in rank["steps"][WARM_UP:]] for rank in ranks), strict=True)
+    return {
+        "memory": max(rank["memory"]["peak"] for rank in ranks),
+        "step": statistics.median(map(max, seconds)),
+    }
+
+
+def measure(name: str, case: Case, folder: Path, ranks: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Plan a model and measure its placements, and return both. What the folder holds already is not repeated."""
+    file = folder / f"{name}.json"
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept = kept or {"plan": planned(case, ranks, steps), "runs": {}}
+    candidates = [each for each in kept["plan"]["candidates"] if case.runs(each["placement"])]
+    for number in range(rounds):
+        first = number * len(candidates) // rounds
+        for each in [*candidates[first:], *candidates[:first]]:
+            runs = kept["runs"].setdefault(each["placement"], [])
+            if len(runs) <= number:
+                runs.append(measured(each["line"], steps))
+                file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    return rows_of(name, kept)
+
+
+def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return predictions beside measurements, in the order of the plan."""
+    rows = []
+    for each in (each for each in kept["plan"]["candidates"] if each["placement"] in kept["runs"]):
+        runs = kept["runs"][each["placement"]]
+        row: dict[str, Any] = {"model": name, "placement": each["placement"], "processes": each["processes"]}
+        for part, predicted in (("memory", each["memory"]), ("step", each["step_seconds"])):
+            found = statistics.median(run[part] for run in runs)
+            row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
+        rows.append(row)
+    best = min(row["step"] for row in rows)
+    return {"rows": rows, "choice": rows[0]["step"] / best, "notes": kept["plan"]["notes"]}
+
+
+def summary(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return how many rows are within the limits, and the largest errors."""
+    rows = [row for model in models.values() for row in model["rows"]]
+    found: dict[str, Any] = {"rows": len(rows)}
+    for part, limit in (("memory", MEMORY_LIMIT), ("step", STEP_LIMIT)):
+        errors = [abs(row[f"{part}_error"]) for row in rows]
+        found |= {
+            f"{part}_within": sum(error <= limit for error in errors),
+            f"{part}_largest": max(errors),
+            f"{part}_median": statistics.median(errors),
+        }
+    found["choices_within"] = sum(model["choice"] <= CHOICE_LIMIT for model in models.values())
+    return found
+
+
+def table(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the figures as a table in Markdown."""
+    lines = ["| model | placement | memory, MB: predicted | measured | error | step, s: predicted | measured | error |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for row in (row for model in models.values() for row in model["rows"]):
+        memory = f"{row['memory_predicted'] / 1e6:.0f} | {row['memory'] / 1e6:.0f} | {row['memory_error']:+.1%}"
+        step = f"{row['step_predicted']:.3g} | {row['step']:.3g} | {row['step_error']:+.1%}"
+        lines.append(f"| {row['model']} | {row['placement']} | {memory} | {step} |")
+    found = summary(models)
+    count = found["rows"]
+    choices = ", ".join(f"{name} {model['choice']:.3f}" for name, model in models.items())
+    lines += [
+        "",
+        f"Memory: {found['memory_within']} of {count} within {MEMORY_LIMIT:.0%}, median {found['memory_median']:.1%}, "
+        f"largest {found['memory_largest']:.1%}.",
+        f"Step: {found['step_within']} of {count} within {STEP_LIMIT:.0%}, median {found['step_median']:.1%}, "
+        f"largest {found['step_largest']:.1%}.",
+        f"First choice over the best measured: {choices}; {found['choices_within']} of {len(models)} within "
+        f"{CHOICE_LIMIT}.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    flags.add_argument("--folder", type=Path, help="keep plans and runs here, and continue with those that it holds")
+    flags.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each placement")
+    args = flags.parse_args()
+    cases = QUICK if args.quick else {name: CASES[name] for name in args.models}
+    ranks, steps, rounds = (2, WARM_UP + 1, 1) if args.quick else (RANKS, STEPS, args.rounds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        models = {name: measure(name, case, folder, ranks, steps, rounds) for name, case in cases.items()}
+    show("plan_accuracy", {"models": models, "summary": summary(models)}, lambda: table(models), as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()
