@@ -33,7 +33,7 @@ from unisono.environment import inherited
 
 SCRIPT = "benchmarks/plan_accuracy_script.py"
 MEMORY_LIMIT, STEP_LIMIT, CHOICE_LIMIT = 0.10, 0.15, 1.05
-RANKS, STEPS, ROUNDS = 4, 8, 2
+RANKS, STEPS, ROUNDS = 4, 7, 2
 
 
 class Case(NamedTuple):
@@ -104,12 +104,17 @@ def measured(line: str, steps: int) -> dict[str, float]:
     }
 
 
-def measure(name: str, case: Case, folder: Path, ranks: int, steps: int, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, case: Case, folder: Path, ranks: int, steps: int, rounds: int, only: Sequence[str]
+) -> dict[str, Any]:
     """Plan a model and measure its placements, and return both. What the folder holds already is not repeated."""
     file = folder / f"{name}.json"
     kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    kept = kept or {"plan": planned(case, ranks, steps), "runs": {}}
+    if not kept:
+        kept = {"plan": planned(case, ranks, steps), "runs": {}}
+        file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
     candidates = [each for each in kept["plan"]["candidates"] if case.runs(each["placement"])]
+    candidates = [each for each in candidates if not only or each["placement"] in only]
     for number in range(rounds):
         first = number * len(candidates) // rounds
         for each in [*candidates[first:], *candidates[:first]]:
@@ -177,13 +182,14 @@ def main() -> None:
     flags.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
     flags.add_argument("--folder", type=Path, help="keep plans and runs here, and continue with those that it holds")
     flags.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each placement")
+    flags.add_argument("--only", nargs="+", default=(), help="run these placements, by their names in the plan")
     args = flags.parse_args()
     cases = QUICK if args.quick else {name: CASES[name] for name in args.models}
     ranks, steps, rounds = (2, WARM_UP + 1, 1) if args.quick else (RANKS, STEPS, args.rounds)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        models = {name: measure(name, case, folder, ranks, steps, rounds) for name, case in cases.items()}
+        models = {name: measure(name, case, folder, ranks, steps, rounds, args.only) for name, case in cases.items()}
     show("plan_accuracy", {"models": models, "summary": summary(models)}, lambda: table(models), as_json=args.json)
 
 

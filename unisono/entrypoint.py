@@ -234,7 +234,7 @@ def _train(train: Callable[[Run[S]], None], run: Run[S], start: StartRequest) ->
     seed_everything(mix(run.settings.seed, SCRIPT))  # random numbers before the loop are the same on all processes
     try:
         with (
-            explain_out_of_memory(context),
+            explain_out_of_memory(context, start.plan_line),
             explain_dtensor_errors(run.settings.parallel),
             name_recompile_limit(),
             name_unrepeatable_operator(),

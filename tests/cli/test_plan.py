@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,11 @@ if __name__ == "__main__":
     unisono.main(main)
 """
 
+END = """
+if __name__ == "__main__":
+    unisono.main(main)
+"""
+
 
 def script(tmp_path: Path, needs: str = "pass") -> str:
     """Write a script, and return its path. `needs`: a statement of the loop."""
@@ -41,11 +47,92 @@ def test_unfit_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = script(tmp_path)
     for words, message in (
         (["--memory", "much"], "Invalid value for --memory: much"),
+        (["--memory", "0"], "Invalid value for --memory: 0"),
+        (["--memory", "3 bananas"], "Invalid value for --memory: 3 bananas"),
         (["--steps", "2"], "--steps 2 is out of range."),
+        (["--steps", "1"], "--steps 1 is out of range."),
         (["--run-dir", "x"], "--run-dir cannot be combined with unisono plan."),
     ):
         assert main(["plan", path, *words]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "do"),
+    [
+        ("--devices h20", "There is no device h20.", "--devices h200"),
+        ("--devices h20:8", "There is no device h20.", "--devices h200:8"),
+        ("--devices a10:0", "Invalid value for --devices: a10:0", "--devices a10:8"),
+        ("--devices this:4", "Invalid value for --devices: this:4", "--devices this --ranks 4"),
+        ("--devices a10:2,a10:4", "--devices has a10 twice.", "--devices a10"),
+        ("--devices ,", "--devices is empty.", "--devices h200:8"),
+        ("--devices none.toml", "Cannot read none.toml.", "--devices h200:8"),
+        ("--price a10=0.9", "--price names a device that is not compared: a10", "--devices this,a10:1"),
+        ("--devices a10 --price a1=1", "--price names a device that is not compared: a1", "--price a10=1"),
+        ("--devices a10 --price a10=cheap", "Invalid value for --price: a10=cheap", "--price a10=3.5"),
+        ("--price 3", "Invalid value for --price: 3", "--price this=3.5"),
+    ],
+)
+def test_unfit_devices_are_refused(
+    words: str, message: str, do: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", script(tmp_path), *words.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert do in error.rpartition("Next: ")[2], error
+
+
+def test_a_device_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text('[[device]]\nname = "ours"\n', encoding="utf-8")
+    assert main(["plan", script(tmp_path), "--devices", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: ours has no memory." in error
+    assert 'Next: memory = "24GB"' in error
+
+
+def last(out: str) -> Any:
+    """Return the JSON object that --json prints."""
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.ci
+def test_devices_that_are_not_here_are_estimated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text('[[device]]\nname = "tiny"\nmemory = "1MB"\nflops = 1e12\n', encoding="utf-8")
+    words = ["--devices", f"h200:2,a10,{file}", "--price", "h200=3.6", "--set", "epochs=2", "--set", "batch=16"]
+    assert main(["plan", script(tmp_path), *words, "--json"]) == 0
+    found = last(capsys.readouterr().out)
+    h200, a10, tiny = found["devices"]
+    assert [h200["count"], a10["count"], tiny["candidates"]] == [2, 1, []]
+    assert {each["processes"] for each in h200["candidates"]} == {1, 2}
+    for each in h200["candidates"]:
+        assert each["estimated"]
+        assert each["seconds"] == pytest.approx(8 * each["step_seconds"])  # two epochs of four steps
+        assert each["cost"] == pytest.approx(each["seconds"] / 1000 * each["processes"])
+    assert a10["candidates"][0]["cost"] is None
+    assert "candidates" not in found  # this machine was not asked for
+    assert any(note.startswith("Nothing fits on tiny: the least is 50") for note in found["notes"])
+    assert found["next"].startswith("unisono run ")
+
+
+@pytest.mark.ci
+def test_a_script_without_a_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "idle.py"
+    path.write_text(SCRIPT.replace("for x, y in step:", "break").split("            loss =")[0] + END, encoding="utf-8")
+    assert main(["plan", str(path), "--ranks", "1", "--set", "steps=6"]) == 2
+    error = capsys.readouterr().err
+    assert "idle.py made no step." in error
+    assert "Next: for step in run.steps(train_set)" in error
+
+
+@pytest.mark.slow
+def test_virtual_ranks_are_measured_up_to_the_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--ranks", "1", "--virtual-ranks", "--set", "steps=6", "--set", "batch=4", "--set", "virtual_ranks=2"]
+    assert main(["plan", script(tmp_path), *words, "--json"]) == 0
+    found = last(capsys.readouterr().out)
+    assert found["virtual_ranks"].keys() == {"1", "2", "4"}
+    assert min(found["virtual_ranks"].values()) > 0
 
 
 @pytest.mark.slow

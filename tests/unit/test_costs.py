@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
+from unisono.cli.planning.device_rows import device_lines, duration
 from unisono.cli.planning.plan_command import bytes_of_text
 from unisono.config import CommandLine
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
-from unisono.costs.memory_model import memory_of, moments
+from unisono.costs.device_costs import costs_on, offers_of, smallest_need
+from unisono.costs.device_table import KNOWN, Device, DeviceFileError, read_devices
+from unisono.costs.memory_model import MeasuredPeaks, memory_of, moments
 from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, StepSeconds, costs_of, step_seconds
 from unisono.costs.time_model import Machine, rounds_of_busiest, seconds_of
 from unisono.errors import SettingsError
@@ -75,6 +78,20 @@ def test_one_process_is_predicted_as_it_was_measured() -> None:
     assert memory_of(costs, replicas=2).unexplained == 7 * MB
 
 
+def test_what_several_processes_needed_is_added() -> None:
+    plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
+    replicas, shards = memory_of(plain, replicas=2).total + 3 * MB, memory_of(plain, shards=2).total - 2 * MB
+    peaks = MeasuredPeaks(plain, {2: replicas}, {2: shards})
+    assert memory_of(plain, replicas=2, peaks=peaks).total == replicas
+    assert memory_of(plain, shards=2, peaks=peaks).total == shards
+    by_step = memory_of(plain, shards=2, by_layer=False, peaks=peaks)
+    assert by_step.unexplained == (7 + 3) * MB
+    assert memory_of(plain, peaks=peaks).total == plain.peak
+    assert memory_of(plain, replicas=4, peaks=peaks) == memory_of(plain, replicas=4)
+    again = replace(plain, rounds=replace(RoundBytes(10 * MB, 80 * MB, 20 * MB, 5 * MB, {})), peak=0)
+    assert memory_of(again, replicas=2, peaks=peaks).unexplained == 3 * MB
+
+
 def test_what_was_measured_is_predicted_as_it_was() -> None:
     assert seconds_of(COSTS, MACHINE) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
     assert seconds_of(COSTS, MACHINE, replicas=2) == pytest.approx(4 * 0.11 + 0.03 + 0.05)
@@ -108,7 +125,7 @@ def test_the_slowest_process_decides() -> None:
     step = {"data": 0.1, "forward": 1.0, "backward": 2.0, "update": 0.5, "seconds": 4.0}
     slow = {**step, "forward": 2.0, "update": 0.25}
     found = step_seconds([{"steps": [step] * 3}, {"steps": [slow] * 3}], 2)
-    assert found == StepSeconds(pytest.approx(4.1 / 2), 0.5, 0.0)
+    assert astuple(found) == pytest.approx((4.1 / 2, 0.5, 0.0))
 
 
 def test_the_busiest_process_decides() -> None:
@@ -172,3 +189,80 @@ def test_sizes_are_decimal_and_garbage_is_refused() -> None:
     for text in ("much", "0", "-1GB", "24XB"):
         with pytest.raises(SettingsError, match=r"Next: unisono plan train\.py --memory 24GB"):
             bytes_of_text(text, line)
+
+
+def test_a_file_adds_to_what_is_known_of_a_device() -> None:
+    text = """
+    [[device]]
+    name = "a10"
+    count = 4
+    price = 0.9
+
+    [[device]]
+    name = "ours"
+    memory = "16GB"
+    speed = 0.5
+    link = 1e9
+    """
+    a10, ours = read_devices(text)
+    assert a10 == replace(KNOWN["a10"], count=4, price=0.9)
+    assert (ours.memory, ours.speed, ours.link, ours.price, ours.count) == (16 * 10**9, 0.5, 1e9, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("devices = 3", "A file of devices has tables"),
+        ("[[device]", "It is no TOML"),
+        ("[[device]]\nmemory = 3", "A device has no name"),
+        ('[[device]]\nname = "this"', "A device has no name"),
+        ('[[device]]\nname = "ours"', "ours has no memory"),
+        ('[[device]]\nname = "ours"\nmemori = 3', "ours has an unknown key memori"),
+        ('[[device]]\nname = "ours"\nmemory = "3 bananas"', "ours has an invalid value for memory: 3 bananas"),
+        ('[[device]]\nname = "a10"\ncount = 1.5', "a10 has an invalid value for count: 1.5"),
+        ('[[device]]\nname = "a10"\nprice = -1', "a10 has an invalid value for price: -1"),
+        ('[[device]]\nname = "a10"\nspeed = true', "a10 has an invalid value for speed: True"),
+        ('[[device]]\nname = "a10"\n[[device]]\nname = "a10"', "Two devices are called a10"),
+    ],
+)
+def test_a_wrong_file_of_devices_says_what_is_wrong(text: str, wrong: str) -> None:
+    with pytest.raises(DeviceFileError) as caught:
+        read_devices(text)
+    assert caught.value.args[0].startswith(wrong)
+    assert all(caught.value.args)
+
+
+def test_the_time_on_a_device_follows_from_its_rates() -> None:
+    costs = replace(COSTS, flops=10**12, precision="bf16", total_steps=3600)
+    device = Device("d", 2, 80 * 10**9, 1e12, 5e12, 1e12, 1e9, utilization=0.5, price=2.0)
+    one = costs_on(device, costs)
+    update = (2 * 300 + 100) * MB / 1e12
+    assert one.seconds is not None
+    assert astuple(one.seconds) == pytest.approx((0.4, update, 0.0))
+    assert costs_on(replace(device, speed=4.0), costs).seconds == StepSeconds(0.025, 0.005, 0.0025)
+    assert costs_on(device, replace(costs, flops=0)).seconds is None
+    offers = {str(each.candidate.placement): each for each in offers_of(device, costs, None)}
+    two = offers["2 replicas"]
+    assert two.candidate.seconds == pytest.approx(4 * 0.4 + update + 100 * MB / 1e9)
+    assert two.cost == pytest.approx((two.candidate.seconds or 0) * 2 * 2.0)  # 3600 steps, two devices
+    shards = offers["2 shards"].candidate
+    assert shards.seconds == pytest.approx(4 * (0.4 + 0.5 * 300 * MB / 1e9) + update / 2)
+    assert shards.memory is not None
+    assert shards.memory.parameters == 50 * MB
+    assert smallest_need(device, costs, None)[0] == min(
+        each.candidate.memory.total for each in offers.values() if each.candidate.memory is not None
+    )
+    assert offers_of(replace(device, memory=MB), costs, None) == []
+
+
+def test_the_table_of_devices_names_the_quickest_and_the_cheapest() -> None:
+    costs = replace(COSTS, flops=10**12, total_steps=7200)
+    quick = Device("quick", 2, 80 * 10**9, 1e14, link=1e12, price=8.0)
+    slow = Device("slow", 1, 80 * 10**9, 5e13, price=1.0)
+    offers = [offer for device in (quick, slow) for offer in offers_of(device, costs, None)]
+    lines = list(device_lines(offers, lambda offer: CommandLine(("unisono", "run", offer.device.name))))
+    assert "7200 steps" in lines[1]
+    assert lines[-4].startswith("Quickest: 2 x quick, 2 replicas, 0:12:")
+    assert lines[-3].strip() == "unisono run quick"
+    assert lines[-2].startswith("Cheapest: 1 x slow, 1 replica, 0:48:00, 0.8.")
+    assert duration(100_000) == "1 day, 3:46:40"

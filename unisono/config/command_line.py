@@ -19,6 +19,7 @@ VALUED = (
     *("--partition", "--account", "--sbatch", "--write"),
     *("--search", "--trials", "--minimize", "--maximize", "--sampler", "--pruner", "--round-size", "--study-seed"),
     *("--storage", "--at-once", "--lr-from", "--lr-to", "--lr-steps", "--page"),
+    *("--storage", "--at-once", "--devices", "--price"),
 )
 """Flags whose value is the next word."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.costs.memory_model import MemoryParts, memory_of
+from unisono.costs.memory_model import MeasuredPeaks, MemoryParts, memory_of
 from unisono.costs.recorded_costs import RecordedCosts
 from unisono.costs.time_model import Machine, seconds_of
 
@@ -97,10 +97,12 @@ def placements(most: int, *, shards: bool = True, recompute: bool = True) -> Ite
                     yield Placement(size // 2, 2, by_layer, again)
 
 
-def candidate(placement: Placement, costs: RecordedCosts, machine: Machine) -> Candidate:
+def candidate(
+    placement: Placement, costs: RecordedCosts, machine: Machine, peaks: MeasuredPeaks | None = None
+) -> Candidate:
     """Return what a placement takes. `costs` are those of one process with the same setting for recomputation."""
     ways = {"replicas": placement.replicas, "shards": placement.shards, "by_layer": placement.by_layer}
-    memory = memory_of(costs, **ways) if costs.rounds is not None else None  # type: ignore[arg-type]
+    memory = memory_of(costs, **ways, peaks=peaks) if costs.rounds is not None else None  # type: ignore[arg-type]
     seconds = seconds_of(costs, machine, **ways)  # type: ignore[arg-type]
     return Candidate(placement, memory, seconds, costs.samples)
 

@@ -126,7 +126,9 @@ def _device(row: Mapping[str, Any]) -> Device:
             facts = "It is a whole number above 0." if key == "count" else "It is a number above 0."
             facts = 'It is a number of bytes above 0, as text with a unit: "24GB".' if key in SIZES else facts
             raise DeviceFileError(f"{name} has an invalid value for {key}: {value}", facts, f"{key} = {EXAMPLES[key]}")
-    values = {key: bytes_in(value) if key in SIZES and isinstance(value, str) else value for key, value in row.items()}
+    values: dict[str, Any] = {
+        key: bytes_in(value) if key in SIZES and isinstance(value, str) else value for key, value in row.items()
+    }
     if "flops" in values:
         values.setdefault("half_flops", values["flops"])
     device = replace(KNOWN.get(name, Device(name)), **values)

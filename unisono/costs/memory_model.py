@@ -9,14 +9,14 @@ gradient, one for each partial sum that the process sends, and further copies wh
 Shards, gathered by layer: parameters, gradients and optimizer state are divided. Whole are the parameters outside of
 all layers, the layer in use and the one that is gathered ahead; twice there is the gradient of the layer that travels.
 
-What one process was measured to need beyond this model (temporary memory of operators, free memory that the allocator
-keeps) is added to each prediction: it belongs to the micro-batches, which no placement changes.
+What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
+keeps, connections) is added to each prediction: that of one process, and of replicas and shards in the same number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from unisono.costs.recorded_costs import RecordedCosts, RoundBytes
@@ -40,7 +40,7 @@ class MemoryParts:
         exchange: Further copies of the gradient.
         gathered: Parameters and gradients of others, which the process gathers.
         temporary: What operators need for a moment.
-        unexplained: What one process was measured to need beyond this.
+        unexplained: What processes were measured to need beyond this; below 0: they need less.
     """
 
     process: int
@@ -113,7 +113,38 @@ def _joined(fold: Fold[str | None], virtual_ranks: int, leaf: Node) -> tuple[Nod
     return (pair, kind) if pair is not None and node.hi - node.lo == 1 and kind is not None else None
 
 
-def memory_of(costs: RecordedCosts, *, replicas: int = 1, shards: int = 1, by_layer: bool = True) -> MemoryParts:
+@dataclass(frozen=True)
+class MeasuredPeaks:
+    """The peak memory of processes of short runs, in bytes: the largest of a run.
+
+    Attributes:
+        plain: What one process of the same script needed.
+        replicas: The peak of replicas, by their number.
+        shards: The peak of one replica in shards that are gathered layer by layer, by their number.
+    """
+
+    plain: RecordedCosts
+    replicas: Mapping[int, int] = field(default_factory=dict)
+    shards: Mapping[int, int] = field(default_factory=dict)
+
+    def beyond(self, replicas: int, shards: int, by_layer: bool) -> int:
+        """Return by how much more the model is exceeded than on one process; 0: not measured."""
+        divided = shards > 1 and by_layer
+        peak = self.shards.get(shards, 0) if divided else self.replicas.get(replicas * shards, 0)
+        if not peak or self.plain.rounds is None:
+            return 0
+        found = memory_of(self.plain, shards=shards) if divided else memory_of(self.plain, replicas=replicas * shards)
+        return peak - found.total
+
+
+def memory_of(
+    costs: RecordedCosts,
+    *,
+    replicas: int = 1,
+    shards: int = 1,
+    by_layer: bool = True,
+    peaks: MeasuredPeaks | None = None,
+) -> MemoryParts:
     """Return the memory of the process that needs most. `costs.rounds` must be known.
 
     Args:
@@ -121,6 +152,7 @@ def memory_of(costs: RecordedCosts, *, replicas: int = 1, shards: int = 1, by_la
         replicas: The number of replicas of the model.
         shards: The number of processes that share one.
         by_layer: Whether shards are gathered layer by layer; otherwise once a step.
+        peaks: What several processes needed; None: the memory follows from that of one.
     """
     if shards == 1:
         found = max((_replicated(costs, span, replicas) for span in _spans(costs, replicas)), key=_total)
@@ -129,7 +161,9 @@ def memory_of(costs: RecordedCosts, *, replicas: int = 1, shards: int = 1, by_la
     else:
         size = replicas * shards
         found = max((_by_step(costs, span, size, shards) for span in _spans(costs, size)), key=_total)
-    return found
+    if peaks is None:
+        return found
+    return replace(found, unexplained=found.unexplained + peaks.beyond(replicas, shards, by_layer))
 
 
 def unexplained(costs: RecordedCosts) -> int:

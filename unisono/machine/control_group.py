@@ -110,3 +110,15 @@ class ControlGroup:
         kills = pairs_of(self.files.text(f"{folder}/memory.oom_control")).get("oom_kill") if kills is None else kills
         grown = None if kills is None else rates.growth("oom kills", kills)
         return without_none({"memory": max(used - droppable, 0), "oom_kills": grown or None})
+
+
+def memory_of_host(files: KernelFiles) -> int:
+    """Return the bytes of memory of this host, or of the control group of this process; 0: not known."""
+    total = 1024 * pairs_of(files.text("proc/meminfo", keep=False)).get("MemTotal", 0)
+    limit = ControlGroup(files).memory
+    return min(total or limit, limit) if limit is not None else total
+
+
+def oom_kills(files: KernelFiles) -> int:
+    """Return how many processes this host has killed for memory since its start, those of control groups included."""
+    return pairs_of(files.text("proc/vmstat", keep=False)).get("oom_kill", 0)

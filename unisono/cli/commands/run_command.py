@@ -30,11 +30,13 @@ from unisono.cli.request.target import script_of
 from unisono.cli.start.autoresume import resumed_request
 from unisono.cli.start.closing_report import leave_report
 from unisono.cli.start.sigterm import ended_by_sigterm
-from unisono.config import CommandLine, plural
+from unisono.config import CommandLine, plural, size
 from unisono.environment import DeviceAssignment, World
 from unisono.errors import SettingsError, UnisonoError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
+from unisono.machine.control_group import memory_of_host, oom_kills
+from unisono.machine.kernel_files import KernelFiles
 from unisono.security.masking import remember
 
 
@@ -139,13 +141,16 @@ def launched(
             audited(run_dir, say_line) as audit,
             watched(run_dir, audit) if watch else nullcontext(),
         ):
-            before = _start_mark(run_dir)
+            before, kills = _start_mark(run_dir), oom_kills(KernelFiles())
             request_typed = replace(request, typed=str(line))
             outcome = run_with_restarts(
                 script, request_typed, run_dir, sizes, threads=threads, hosts=where, audit=audit
             )
             joined = _start_mark(run_dir) != before
     _explain_end(script, count, line, run_dir, outcome, joined=joined, is_new=is_new)
+    if outcome.failure is not None and outcome.failure.is_death and (killed := oom_kills(KernelFiles()) - kills) > 0:
+        memory = memory_of_host(KernelFiles())
+        print(_out_of_memory(killed, memory, request.plan_line(target, count, memory / count)), file=sys.stderr)
     if request.json:
         in_line = outcome.in_line and not _stopped_late(outcome)
         print("\n" * in_line + json.dumps(_json_of(outcome, run_dir, started)), flush=True)
@@ -165,6 +170,12 @@ def _explain_end(
     if _stopped_late(outcome):
         print("\n" * outcome.in_line, end="", flush=True)
         print(_how_to_resume(run_dir, line, killed=not outcome.early), file=sys.stderr)
+
+
+def _out_of_memory(killed: int, memory: int, plan: CommandLine) -> str:
+    """Return what to print after the kernel has killed processes of a run for memory."""
+    facts = f"This machine, or the control group of the run, has {size(memory)}."
+    return f"The system killed {plural(killed, 'process', 'processes')} for memory.\n  {facts}\n  Next: {plan}"
 
 
 def _stopped_late(outcome: RunOutcome) -> bool:

@@ -109,7 +109,9 @@ def _prices(text: str, names: list[str], line: CommandLine) -> Iterator[tuple[st
             raise SettingsError(f"Invalid value for --price: {word}", facts, str(do))
         if name not in names:
             facts = f"--devices has {', '.join(names)}."
-            do = line.flag("--devices", ",".join([*names, f"{name}:1"])) if name in KNOWN else None
-            do = do or line.flag("--price", f"{nearest_name(name, names) or names[0]}={value}")
+            if name in KNOWN:
+                do = line.flag("--devices", ",".join([*names, f"{name}:1"]))
+            else:
+                do = line.flag("--price", f"{nearest_name(name, names) or names[0]}={value}")
             raise SettingsError(f"--price names a device that is not compared: {name}", facts, str(do))
         yield name, float(value)

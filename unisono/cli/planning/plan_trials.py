@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
@@ -29,12 +29,12 @@ from unisono.config import CommandLine, size
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements
 from unisono.costs.device_costs import DeviceOffer, offers_of, smallest_need
 from unisono.costs.device_table import HERE, Device
-from unisono.costs.memory_model import memory_of
+from unisono.costs.memory_model import MeasuredPeaks, memory_of
 from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
 from unisono.costs.time_model import Machine, rounds_of_busiest
 from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
-from unisono.machine.control_group import ControlGroup
+from unisono.machine.control_group import memory_of_host
 from unisono.machine.kernel_files import KernelFiles
 
 RECOMPUTE = "parallel.activation_checkpoint"
@@ -46,6 +46,13 @@ VIRTUAL_RANKS = (1, 2, 4, 8, 16, 32)
 
 class StoppedPlanError(Exception):
     """The user stopped a trial."""
+
+
+class Together(NamedTuple):
+    """What a step on several processes took: its time, and the largest memory of a process."""
+
+    seconds: StepSeconds
+    peak: int
 
 
 @dataclass(kw_only=True)
@@ -98,14 +105,14 @@ class PlanTrials(TrialRunner):
         counts = counts_up_to(most)
         virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
         more = [most + 1] if most < len(plain.micro_batches) else []
-        machine = self._machine(plain, counts, more)
+        machine, peaks = self._machine(plain, counts, more)
         by_setting = {False: plain, True: again}
         found = [
-            candidate(placement, costs, machine)
+            candidate(placement, costs, machine, peaks)
             for placement in placements(most, shards=self._shards, recompute=again is not None)
             if (costs := by_setting[placement.recompute]) is not None
         ]
-        one_more = candidate(Placement(most + 1), plain, machine) if more else None
+        one_more = candidate(Placement(most + 1), plain, machine, peaks) if more else None
         limits = {n: self._limit(n) for n in counts}
         self._refuse_small_memory(plain, found, limits)
         return PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
@@ -139,7 +146,7 @@ class PlanTrials(TrialRunner):
             why = parts["failed"] if parts is not None else "the script ends before its loop"
             self._note(f"The step cannot be computed with fake tensors ({why}), so real ones were counted.")
             parts = None
-        elif (need := _need(parts)) > psutil.virtual_memory().available:
+        elif (need := _need(parts)) > _available():
             self._note(f"The script needs {size(need)} on one process, so no step was computed on this machine.")
             return without_steps(parts, PROCESS)
         if parts is not None and not self._is_timed:
@@ -186,27 +193,38 @@ class PlanTrials(TrialRunner):
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
 
-    def _machine(self, plain: RecordedCosts, counts: Sequence[int], more: Sequence[int]) -> Machine:
+    def _machine(
+        self, plain: RecordedCosts, counts: Sequence[int], more: Sequence[int]
+    ) -> tuple[Machine, MeasuredPeaks]:
         """Measure replicas and shards on several processes. `more`: numbers of processes for replicas alone."""
         if plain.seconds is None:
-            return Machine()
-        replicas, shards = {}, {}
+            return Machine(), MeasuredPeaks(plain)
+        found: dict[str, dict[int, Together]] = {"replicate": {}, "shard": {}}
         for count in [count for count in (*counts, *more) if count > 1]:
-            found = self._together("replicate", count, plain)
-            if found is not None:
-                replicas[count] = found
-            found = self._together("shard", count, plain) if self._shards and count not in more else None
-            if found is not None:
-                shards[count] = found
-        return Machine(plain.seconds, replicas, shards, _cores())
+            for axis, measured in found.items():
+                if axis == "shard" and (not self._shards or count in more):
+                    continue
+                together = self._together(axis, count, plain)
+                if together is not None:
+                    measured[count] = together
+        replicas, shards = found.values()
+        machine = Machine(
+            plain.seconds,
+            {count: each.seconds for count, each in replicas.items()},
+            {count: each.seconds for count, each in shards.items()},
+            _cores(),
+        )
+        peaks = {count: each.peak for count, each in replicas.items()}
+        return machine, MeasuredPeaks(plain, peaks, {count: each.peak for count, each in shards.items()})
 
-    def _together(self, axis: str, count: int, plain: RecordedCosts) -> StepSeconds | None:
-        """Return the time of a step on some processes, measured; None: it does not fit this machine, or fails."""
+    def _together(self, axis: str, count: int, plain: RecordedCosts) -> Together | None:
+        """Return what steps on some processes took; None: they do not fit this machine, or fail."""
         divided = axis == "shard"
         layout = LayoutSpec({axis: str(count)})
         if plain.rounds is not None:
-            need = count * memory_of(plain, **({"shards": count} if divided else {"replicas": count})).total
-            if need > psutil.virtual_memory().available:
+            parts = memory_of(plain, shards=count) if divided else memory_of(plain, replicas=count)
+            need = count * parts.total
+            if need > _available():
                 self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
                 return None
         outcome = self._trial(f"{axis} {count}", (), "costs:{steps}:{folder}", layout)
@@ -214,9 +232,11 @@ class PlanTrials(TrialRunner):
             self._note(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
             self._shards = self._shards and not divided
             return None
-        ranks = [self._record(f"{axis} {count}", f"rank-{rank}.json") for rank in range(count)]
+        found = [self._record(f"{axis} {count}", f"rank-{rank}.json") for rank in range(count)]
+        ranks = [rank for rank in found if rank]
         spans, turns = (1, count) if divided else (count, 1)
-        return step_seconds([rank for rank in ranks if rank], rounds_of_busiest(plain.micro_batches, spans, turns))
+        seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, spans, turns))
+        return Together(seconds, max(rank["memory"]["peak"] for rank in ranks))
 
     def _by_virtual_ranks(self, plain: RecordedCosts) -> dict[int, float]:
         """Return the seconds of a step of the same batch, by the number of virtual ranks."""
@@ -322,6 +342,9 @@ def _cores() -> int:
 
 def _memory() -> int:
     """Return the memory of this machine, or of the control group that this process is in."""
-    limit = ControlGroup(KernelFiles()).memory
-    total = int(psutil.virtual_memory().total)
-    return min(total, limit) if limit is not None else total
+    return memory_of_host(KernelFiles()) or int(psutil.virtual_memory().total)
+
+
+def _available() -> int:
+    """Return the bytes of memory that trials may use."""
+    return min(_memory(), int(psutil.virtual_memory().available))

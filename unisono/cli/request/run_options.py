@@ -17,7 +17,7 @@ from cyclopts import App, Group, Parameter
 
 from unisono.cli.request.settings_help import description_of, settings_table
 from unisono.cli.request.suggestions import parsed
-from unisono.config import CommandLine, entries_of, nearest_name
+from unisono.config import CommandLine, entries_of, nearest_name, size
 from unisono.errors import Problem
 
 WHAT = Group("Settings", sort_key=1)
@@ -85,6 +85,12 @@ class RunRequest:
         words += [word for each in self.accept_change for word in ("--accept-change", each)]
         words += ["--json"] if self.json else []
         return CommandLine((*command, *words, *(("--", *self.own) if self.own else ())))
+
+    def plan_line(self, target: str, ranks: int, memory: float) -> CommandLine:
+        """Return the command that plans a run within some bytes of memory of a process, for messages."""
+        words = ["--ranks", str(ranks)] if ranks > 1 else []
+        plain = replace(self, run_dir=None, resume=False, autoresume=False, accept_change=(), json=False)
+        return plain.line("unisono", "plan", target, *words, "--memory", size(memory).replace(" ", ""))
 
     def earlier(self, run_dir: Path | None) -> Path | None:
         """Return the settings.toml of the resumed run; None without a resume, or if the run never wrote it."""

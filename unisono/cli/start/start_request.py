@@ -78,8 +78,15 @@ class StartRequest:
         ranks += ["--cpu-ranks", str(self.world.cpu_ranks)] if self.world.cpu_ranks else []
         each = self.world.devices.ranks_per_device
         ranks += ["--ranks-per-device", str(each)] if each != 1 else []
-        target = next((name for name, path in recipes().items() if path == self.script), str(self.script))
-        return self.request.line("unisono", "run", target, *ranks)
+        return self.request.line("unisono", "run", self._target(), *ranks)
+
+    def _target(self) -> str:
+        """Return the name of the recipe, or the path of the script."""
+        return next((name for name, path in recipes().items() if path == self.script), str(self.script))
+
+    def plan_line(self, memory: float) -> CommandLine:
+        """Return the command that finds placements of this run within some bytes of memory of a process."""
+        return self.request.plan_line(self._target(), self.world.size, memory)
 
     def settings(self, cls: type[S], train: Callable[[Run[S]], None]) -> LoadedSettings[S]:
         """Return the settings. Raises SettingsError with everything that is wrong with the request or with `train`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import resource
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +15,7 @@ from unisono import phases
 from unisono.config.wording import size
 from unisono.distributed.process_group import to_local
 from unisono.errors import OutOfMemoryError
+from unisono.train.replan.free_memory import free_on_host
 
 if TYPE_CHECKING:
     from unisono.config import Settings
@@ -28,8 +31,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explain_out_of_memory(context: RunContext) -> Iterator[None]:
-    """Raise OutOfMemoryError in place of torch's own error, which does not know what the memory is used for."""
+def explain_out_of_memory(context: RunContext, plan_line: Callable[[float], object]) -> Iterator[None]:
+    """Raise OutOfMemoryError in place of torch's own error, which does not know what the memory is used for.
+
+    Args:
+        context: The context of the run.
+        plan_line: Returns the command that finds placements within some bytes of memory of a process.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -37,11 +45,26 @@ def explain_out_of_memory(context: RunContext) -> Iterator[None]:
             raise
         step = phases.position.step
         when = f"in step {step}" if step is not None else "before the first step"
+        plan = f"see which placements fit:\n  {plan_line(usable_memory(context))}"
         raise OutOfMemoryError(
             f"Out of memory on {context.device} {when}.",
             f"{describe_memory(context)} torch said: {str(error).splitlines()[0]}",
-            " Or: ".join(remedies(context.settings, accelerator=context.device.type != "cpu")),
+            " Or: ".join([*remedies(context.settings, accelerator=context.device.type != "cpu"), plan]),
         ).with_traceback(error.__traceback__) from None
+
+
+def usable_memory(context: RunContext) -> int:
+    """Return the bytes of its device that this process may use: what it has, and its part of what is free."""
+    device, processes = context.device, max(1, context.world.local_size)
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        return int(module.mem_get_info(device)[0] + module.memory_reserved(device))
+    process = psutil.Process().memory_info()
+    free = free_on_host() // processes
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        free = min(free, limit - process.vms)
+    return int(process.rss + max(0, free))
 
 
 def describe_memory(context: RunContext) -> str:

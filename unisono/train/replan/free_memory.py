@@ -23,7 +23,7 @@ def free_memory(device: torch.device, processes: int) -> int:
         processes: The number of processes that share the memory.
     """
     if device.type == "cpu":
-        free = _free_on_host() // processes - _below_peak()
+        free = free_on_host() // processes - _below_peak()
     else:
         free = _free_on(device) // processes
     return max(int(USABLE * free), 0)
@@ -38,7 +38,7 @@ def _free_on(device: torch.device) -> int:
     return int(free + module.memory_reserved(device) - module.max_memory_allocated(device))
 
 
-def _free_on_host() -> int:
+def free_on_host() -> int:
     """Return the free bytes of this host, or of the control group of this process if that has fewer."""
     free = int(psutil.virtual_memory().available)
     group = ControlGroup(KernelFiles())
