@@ -70,7 +70,7 @@ DEEP = """
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.blocks = nn.ModuleList(Block() for _ in range(8))
 
         def forward(self, x):
             for block in self.blocks:
@@ -83,14 +83,14 @@ DEEP = """
         run.track(model=model, optimizer=optimizer)
         for step in run.steps(torch.utils.data.TensorDataset(torch.ones(2, 1))):
             for (x,) in step:
-                y = model(x[:, :, None].expand(-1, 25_000, 64))
+                y = model(x[:, :, None].expand(-1, 80_000, 64))
                 step.backward(y.square().sum(), weight=len(x))
             step.update(optimizer)
 
     if __name__ == "__main__":
         unisono.main(main)
     """
-"""A micro-batch keeps 1.2 GB of activations, and 0.5 GB if they are recomputed."""
+"""A micro-batch keeps 1 GB of activations, and 0.2 GB if they are recomputed."""
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 INSIDE = """
@@ -104,11 +104,11 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """Return a control group of 1.2 GB."""
+    """Return a control group of 1.35 GB."""
     path = MEMORY / f"unisono-{os.getpid()}"
     try:
         path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(12 * 10**8))
+        (path / "memory.limit_in_bytes").write_text(str(135 * 10**7))
     except OSError:
         pytest.skip("makes a control group (version 1), for which it must be root")
     yield path
@@ -128,7 +128,7 @@ def test_the_plan_of_a_run_that_was_killed_for_memory_leads_to_one_that_fits(com
     assert ended.status == 1
     assert "processes for memory." in ended.err
     plan = ended.last.strip().removeprefix("Next: ")
-    assert plan == f"unisono plan script.py --memory 1.2GB {' '.join(sets)}"
+    assert plan == f"unisono plan script.py --memory 1.35GB {' '.join(sets)}"
     planned = inside(*shlex.split(plan)[1:], "--json")
     assert planned.status == 0, planned.err
     found = last_json(planned.out)

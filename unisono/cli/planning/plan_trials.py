@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil  # type: ignore[import-untyped]
@@ -130,6 +131,10 @@ class PlanTrials(TrialRunner):
         ]
 
     # -- trials
+
+    def _start(self, script: Path, arguments: Sequence[str], run_dir: Path, **more: Any) -> RunOutcome:
+        """Start a trial as `unisono run` starts a run: processes that can survive a death keep more in memory."""
+        return super()._start(script, arguments, run_dir, minimum=1, **more)
 
     def _trial(self, name: str, sets: tuple[str, ...], recording: str, layout: LayoutSpec = ALONE) -> RunOutcome:
         found = (*QUIET, *UNCHECKED, *layout.sets, *sets)
@@ -272,6 +277,7 @@ class PlanTrials(TrialRunner):
             f"The least that a process needs is {size(least.memory.total)} ({least.placement}). Parameters take "
             f"{size(plain.state.parameters)}, and the process itself {size(least.memory.process)}."
         )
+        facts = " ".join([facts, *self.notes])
         do = self.line.flag("--memory", size(least.memory.total * 1.1).replace(" ", ""))
         raise SettingsError(f"No placement fits in --memory {size(self.limit)}.", facts, str(do))
 
@@ -333,7 +339,7 @@ def _need(parts: Mapping[str, Any]) -> int:
     """Return the bytes of one process that a step of fake tensors found."""
     state = parts["state"]
     kept = sum(state[name] for name in ("parameters", "buffers", "optimizer", "gradients"))
-    return int(kept + parts["first"])
+    return int(PROCESS + kept + parts["first"])
 
 
 def _cores() -> int:
