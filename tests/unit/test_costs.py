@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from unisono.cli.planning.device_rows import device_lines, duration
+from unisono.cli.planning.device_rows import device_lines, duration, small_devices
 from unisono.cli.planning.plan_command import bytes_of_text
 from unisono.config import CommandLine
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
@@ -265,4 +265,7 @@ def test_the_table_of_devices_names_the_quickest_and_the_cheapest() -> None:
     assert lines[-4].startswith("Quickest: 2 x quick, 2 replicas, 0:12:")
     assert lines[-3].strip() == "unisono run quick"
     assert lines[-2].startswith("Cheapest: 1 x slow, 1 replica, 0:48:00, 0.8.")
+    tiny = replace(slow, name="tiny", memory=MB)
+    (note,) = small_devices([quick, tiny, Device("this")], costs, None, offers)
+    assert note.startswith("Nothing fits on tiny: the least is ")
     assert duration(100_000) == "1 day, 3:46:40"

@@ -7,8 +7,9 @@ from datetime import timedelta
 from typing import Any
 
 from unisono.config import CommandLine, size
-from unisono.costs.device_costs import DeviceOffer
-from unisono.costs.device_table import Device
+from unisono.costs.device_costs import DeviceOffer, smallest_need
+from unisono.costs.device_table import HERE, Device
+from unisono.costs.recorded_costs import RecordedCosts
 
 SHOWN = 4
 """Placements that are shown for each kind of device."""
@@ -69,6 +70,18 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     return f"{seconds:.2g} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def small_devices(
+    devices: Sequence[Device], plain: RecordedCosts, again: RecordedCosts | None, offers: Sequence[DeviceOffer]
+) -> Iterator[str]:
+    """Yield what is to be said about devices that no placement fits on."""
+    for device in devices:
+        if device.name == HERE or any(each.device.name == device.name for each in offers):
+            continue
+        need, placement = smallest_need(device, plain, again)
+        has = f"the least is {size(need)} ({placement}), and it has {size(device.memory)}"
+        yield f"Nothing fits on {device.name}: {has}."
 
 
 def device_entries(

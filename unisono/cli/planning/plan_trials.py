@@ -23,12 +23,12 @@ import psutil  # type: ignore[import-untyped]
 from unisono.cli.compare.layout_spec import ALONE, LayoutSpec
 from unisono.cli.compare.repeated_runs import reason_of
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
-from unisono.cli.planning.device_rows import device_entries, device_lines
+from unisono.cli.planning.device_rows import device_entries, device_lines, small_devices
 from unisono.cli.planning.plan_table import PlanTable, line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, size
 from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements
-from unisono.costs.device_costs import DeviceOffer, offers_of, smallest_need
+from unisono.costs.device_costs import DeviceOffer, offers_of
 from unisono.costs.device_table import HERE, Device
 from unisono.costs.memory_model import MeasuredPeaks, memory_of
 from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
@@ -87,7 +87,7 @@ class PlanTrials(TrialRunner):
         except (StoppedPlanError, KeyboardInterrupt):
             return self._stopped()
         offers = [offer for device in self.devices for offer in self._offers(device, plain, again, table)]
-        self._note_small_devices(plain, again, offers)
+        self.notes += small_devices(self.devices, plain, again, offers)
         return self._report(table, offers)
 
     @property
@@ -280,19 +280,6 @@ class PlanTrials(TrialRunner):
         facts = " ".join([facts, *self.notes])
         do = self.line.flag("--memory", size(least.memory.total * 1.1).replace(" ", ""))
         raise SettingsError(f"No placement fits in --memory {size(self.limit)}.", facts, str(do))
-
-    def _note_small_devices(
-        self, plain: RecordedCosts, again: RecordedCosts | None, offers: Sequence[DeviceOffer]
-    ) -> None:
-        """Note the devices that no placement fits on."""
-        for device in self.devices:
-            if device.name == HERE or any(each.device.name == device.name for each in offers):
-                continue
-            need, placement = smallest_need(device, plain, again)
-            self._note(
-                f"Nothing fits on {device.name}: the least is {size(need)} ({placement}), and it has "
-                f"{size(device.memory)}."
-            )
 
     # -- the report
 
