@@ -239,6 +239,9 @@ class PlanTrials(TrialRunner):
             return None
         found = [self._record(f"{axis} {count}", f"rank-{rank}.json") for rank in range(count)]
         ranks = [rank for rank in found if rank]
+        if len(ranks) < count or len({len(rank["steps"]) for rank in ranks}) > 1:
+            self._note(f"A process of {count} died ({layout}), so their time is not known.")
+            return None
         spans, turns = (1, count) if divided else (count, 1)
         seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, spans, turns))
         return Together(seconds, max(rank["memory"]["peak"] for rank in ranks))
