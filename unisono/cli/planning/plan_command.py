@@ -9,8 +9,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from unisono.cli.compare.repeated_runs import refuse_unfit
-from unisono.cli.planning.rate_flags import RateFlags
 from unisono.cli.planning.device_request import DeviceRequest
+from unisono.cli.planning.rate_flags import RateFlags
 from unisono.cli.request.request_checks import checked
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE

@@ -23,7 +23,7 @@ FIRST, LAST, COUNT = 1e-7, 10.0, 100
 LEAST_COUNT = 20
 """The least number of rates. With fewer, the smoothed curve has no shape."""
 
-OTHERS = ("--memory", "--steps", "--virtual-ranks")
+OTHERS = ("--memory", "--steps", "--virtual-ranks", "--devices", "--price")
 """Flags of the plan that the range test has no use for."""
 
 
