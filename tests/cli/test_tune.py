@@ -33,6 +33,7 @@ class Settings(unisono.Settings):
     virtual_ranks: int = 4
     lr: float = 0.05
     kind: str = "good"
+    pause: float = field(default=0.0, metadata={"changes_bits": False})  # seconds after each step
     fault: str = field(default="", metadata={"changes_bits": False})  # happens once in a study
 
 def act(kind, path, seconds="0"):
@@ -63,6 +64,7 @@ def main(run):
         if settings.kind == "crash" and step.number == 4:
             raise RuntimeError("the data is gone")
         step.update(optimizer)
+        time.sleep(settings.pause)
         if settings.fault and step.number == 2 and run.is_main:
             act(*settings.fault.split("="))
         if settings.kind != "silent":
@@ -253,3 +255,24 @@ def test_a_database_that_stays_locked_is_named(
     assert "--run-dir out --resume" in screen
     assert main(["tune", "train.py", "--resume", "--run-dir", "out"]) == 0
     assert [trial["state"] for trial in study.trials("out")] == ["complete"]
+
+
+@pytest.mark.slow
+def test_a_trial_that_moves_has_the_same_bits(
+    study: Study, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unisono.cli.main import main
+    from unisono.cli.tuning.round_plan import MoveTimes
+
+    monkeypatch.chdir(study.folder)
+    monkeypatch.setattr(MoveTimes, "expected_seconds", 0.0)  # every move seems to save time
+    words = ["--search", "steps=[3,40]", "--sampler", "grid", "--trials", "2", "--round-size", "2", "--ranks", "2"]
+    words += ["--set", "pause=0.5", "--set", "checkpoint.every=5"]
+    assert main(["tune", "train.py", *words, "--run-dir", "moving"]) == 0
+    assert "moves from 1 to 2 processes" in capsys.readouterr().out
+    found = json.loads((study.folder / "moving" / "result.json").read_text())
+    assert found["moves"] == 1
+    assert found["move_seconds"] > 0
+    assert main(["tune", "train.py", *words, "--run-dir", "fixed", "--no-move"]) == 0
+    assert json.loads((study.folder / "fixed" / "result.json").read_text())["moves"] == 0
+    assert results(study.trials("moving")) == results(study.trials("fixed"))

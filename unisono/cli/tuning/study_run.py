@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,10 @@ from unisono.errors import SettingsError, StudyError
 from unisono.report.result_file import read_result
 
 STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
+
+
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit statuses of a run that was stopped outside of its loop: it repeats the steps since its newest checkpoint."""
 
 
 @dataclass
@@ -222,7 +227,8 @@ class StudyRun:
         candidates = []
         for trial in running:
             most = min(trial.most, int(trial.values.begin.get("virtual_ranks", 1)))
-            begun = float(trial.values.begin.get("t", 0.0)) > 0 and trial.values.newest > trial.values.begin["t"]
+            began = float(trial.values.begin.get("t", 0.0))  # of an earlier process, until this one enters its loop
+            begun = trial.process.began < began < trial.values.newest
             seconds = trial.values.seconds_left() if begun else None
             candidates.append(RunningTrial(trial.number, len(trial.process.slots), most, seconds))
         for number, ranks in larger(candidates, free, self.times.expected_seconds).items():
@@ -234,7 +240,8 @@ class StudyRun:
     def _ended(self, trial: ActiveTrial, waiting: list[ActiveTrial]) -> None:
         """Finish a trial whose process has ended, or let it continue on more processes."""
         ended = self._has_result(trial) if trial.moves else trial.values.is_complete
-        if trial.verdict is None and trial.process.status == 0 and not ended:
+        stopped = trial.process.status == 0 or (trial.moves and trial.process.status in STOPPED)
+        if trial.verdict is None and stopped and not ended:
             if not trial.values.end:
                 trial.verdict = TrialState.FAIL, "The script made no step."
             elif trial.moves:
@@ -242,7 +249,7 @@ class StudyRun:
                 return
             else:  # a signal from outside
                 raise KeyboardInterrupt
-        elif trial.verdict is None and trial.process.status != 0:
+        elif trial.verdict is None and not stopped:
             trial.verdict = TrialState.FAIL, trial.process.reason()
         self._finish(trial)
 
