@@ -242,13 +242,12 @@ class StudyRun:
         ended = self._has_result(trial) if trial.moves else trial.values.is_complete
         stopped = trial.process.status == 0 or (trial.moves and trial.process.status in STOPPED)
         if trial.verdict is None and stopped and not ended:
-            if not trial.values.end:
-                trial.verdict = TrialState.FAIL, "The script made no step."
-            elif trial.moves:
+            if trial.moves:
                 waiting.append(trial)
                 return
-            else:  # a signal from outside
+            if trial.values.end:  # a signal from outside
                 raise KeyboardInterrupt
+            trial.verdict = TrialState.FAIL, "The script made no step."
         elif trial.verdict is None and not stopped:
             trial.verdict = TrialState.FAIL, trial.process.reason()
         self._finish(trial)
