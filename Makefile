@@ -20,6 +20,7 @@ OTHER_PINS = -e 's/^torch==.*/torch==$(TORCH)/' -e 's/^setuptools==.*/setuptools
 PINS := build/constraints$(if $(TORCH),-torch-$(TORCH)).txt
 PEERS := .venv-peers
 SUPPLY := .venv-supply
+DIST := .venv-dist
 RANKS ?= 2
 WORKERS ?= 4
 
@@ -126,6 +127,31 @@ audit: $(SUPPLY)/.ready  ## look for known vulnerabilities of the pinned version
 		echo "Nothing was audited: the database of PyPI could not be reached, or lacks a package. Next: make audit, elsewhere." >&2; \
 		exit 3; }
 
+# Tools that build and check packages, in an environment of their own. setuptools, which builds, has the version of the pins;
+# with trove-classifiers it refuses a classifier that PyPI does not know. tests/package finds pyright on the path.
+$(DIST)/.ready: constraints.txt
+	$(PYTHON) -m venv $(DIST) || { $(PYTHON) -m venv --clear --without-pip $(DIST) \
+		&& $(PYTHON) -m pip --python $(DIST)/bin/python install pip; }
+	$(DIST)/bin/python -m pip install -q -c constraints.txt setuptools build==1.6.1 twine==7.0.0 check-wheel-contents==0.6.3 \
+		trove-classifiers==2026.9.21.13 pyright==1.1.414
+	@touch $@
+
+dist: $(DIST)/.ready  ## build a wheel and an sdist into dist/, and check them
+	rm -rf dist build/lib
+	$(DIST)/bin/python -m build --no-isolation --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/check-wheel-contents dist/*.whl
+	$(DIST)/bin/python -m tools.distributions dist
+
+package: setup $(DIST)/.ready  ## install the wheel into new environments, run it there, and check its types with pyright and mypy
+	PATH=$(CURDIR)/$(DIST)/bin:$$PATH $(BIN)/python -m pytest tests/package
+
+# DRY=1 makes no tag. Nothing is pushed or uploaded.
+release: setup  ## check that a release can be made, build it, write notes, bill of materials and hashes, tag it (DRY=1: no tag)
+	$(BIN)/python -m tools.release check
+	$(MAKE) dist sbom
+	$(BIN)/python -m tools.release finish $(if $(DRY),--dry-run)
+
 # Others' libraries, in an environment of their own: they measure there, and the papers' scripts for them run there.
 $(PEERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS) || { $(PYTHON) -m venv --clear --without-pip $(PEERS) \
@@ -136,7 +162,7 @@ $(PEERS)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:  ## remove .venv, caches and builds; runs/ stays
-	rm -rf .venv .venv-torch-* $(PEERS) $(SUPPLY) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-torch-* $(PEERS) $(SUPPLY) $(DIST) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults lock sbom audit clean
+.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults lock sbom audit dist package release clean

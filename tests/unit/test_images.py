@@ -212,7 +212,7 @@ def test_digits_of_scikit_learn() -> None:
 
 def test_missing_scikit_learn_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'unisono\[recipes\]'"):
+    with pytest.raises(DataError, match=r"pip install 'unisono\[image\]'"):
         load_images("digits")
 
 
@@ -300,7 +300,7 @@ def test_missing_pillow_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("cats/1.png", "cats/2.png", "dogs/1.png", "dogs/2.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(PIXEL)
-    with pytest.raises(DataError, match="pip install pillow"):
+    with pytest.raises(DataError, match=r"pip install 'unisono\[image\]'"):
         load_images(data=tmp_path)
 
 

@@ -119,16 +119,17 @@ def _means(context: RunContext, evaluation: Evaluation) -> dict[str, float]:
 def script_evaluates() -> bool:
     """Return whether code of this process calls a method `evaluate`: the script, its modules, or a recipe.
 
-    Installed packages are not searched.
+    Installed packages are not searched, except for the recipes.
     """
     library = Path(__file__).parents[1]
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
-        if not path or not path.endswith(".py") or path.startswith(tuple(installed)) or not Path(path).is_file():
+        if not path or not path.endswith(".py") or not Path(path).is_file():
             continue  # torch.ops names a file that does not exist
-        ours = Path(path).is_relative_to(library) and not Path(path).is_relative_to(library / "recipes")
-        if not ours and ".evaluate(" in Path(path).read_text(encoding="utf-8", errors="replace"):
+        recipe = Path(path).is_relative_to(library / "recipes")
+        other = path.startswith(tuple(installed)) or Path(path).is_relative_to(library)
+        if (recipe or not other) and ".evaluate(" in Path(path).read_text(encoding="utf-8", errors="replace"):
             return True
     return False
 

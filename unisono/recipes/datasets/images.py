@@ -215,7 +215,7 @@ def _write_atomically(path: Path, content: bytes) -> None:
 
 def load_digits() -> ImageData:
     """Load the digits of scikit-learn: 1,797 grayscale images of 8x8, handwritten in 1998."""
-    sklearn = _import_optional("sklearn.datasets", "Cannot load the digits of scikit-learn", "'unisono[recipes]'")
+    sklearn = _import_optional("sklearn.datasets", "Cannot load the digits of scikit-learn", "'unisono[image]'")
     dataset = sklearn.load_digits()
     images = torch.from_numpy((dataset.images * 15).astype(np.uint8)).unsqueeze(1)  # pixels are from 0 to 16
     labels = torch.from_numpy(dataset.target.astype(np.int64))
@@ -329,7 +329,7 @@ def image_files(path: Path) -> list[Path]:
 
 def read_images(paths: Sequence[Path]) -> Tensor:
     """Read images of one size as uint8 [images, channels, height, width]; 1 channel if all are grayscale, else 3."""
-    pillow = _import_optional("PIL.Image", f"Cannot read the image {paths[0]}", "pillow")
+    pillow = _import_optional("PIL.Image", f"Cannot read the image {paths[0]}", "'unisono[image]'")
     arrays: list[np.ndarray] = []
     for path in paths:
         try:
