@@ -63,7 +63,7 @@ def repository(root: Path = ROOT) -> str | None:
 
 
 def write_files(version: str, root: Path = ROOT) -> list[Path]:
-    """Write the notes, the bill of materials and SHA256SUMS beside the wheel and the sdist in dist/; return all files."""
+    """Write notes, bill of materials and SHA256SUMS beside the wheel and the sdist in dist/; return all files."""
     folder = root / "dist"
     packages = [folder / f"unisono-{version}-py3-none-any.whl", folder / f"unisono-{version}.tar.gz"]
     notes = folder / f"notes-{version}.md"

@@ -9,7 +9,20 @@ import pytest
 
 from tools.release import finish, git, notes_of, problems, repository
 
-CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n## [1.2.0] - 2026-11-30\n\n#### Added\n\n- A thing.\n\n## [1.1.0] - 2026-01-01\n\n- Old.\n"
+CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+## [1.2.0] - 2026-11-30
+
+#### Added
+
+- A thing.
+
+## [1.1.0] - 2026-01-01
+
+- Old.
+"""
 
 
 @pytest.fixture
