@@ -17,7 +17,14 @@ from tests.house.page_blocks import HEADING_ID, PageBlock, blocks_of_page
 from tests.house.sources import ROOT
 from tests.house.test_documentation import slug
 
-IN_STEP = ("README.md", "docs/index.md", "docs/start", "docs/guide/loop.md", "docs/guide/promise.md")  # pages and folders of pages
+IN_STEP = (
+    "README.md",
+    "docs/index.md",
+    "docs/start",
+    "docs/guide/checkpoints.md",
+    "docs/guide/loop.md",
+    "docs/guide/promise.md",
+)  # pages and folders of pages
 FOLDER = "docs/zh"
 HAN = r"[\u4e00-\u9fff]"
 WORD = re.compile(r"[A-Za-z]{2,}")
