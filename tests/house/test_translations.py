@@ -22,6 +22,7 @@ IN_STEP = (
     "docs/index.md",
     "docs/start",
     "docs/guide/checkpoints.md",
+    "docs/guide/faq.md",
     "docs/guide/loop.md",
     "docs/guide/promise.md",
 )  # pages and folders of pages
