@@ -50,6 +50,7 @@ JUSTIFIED = {
     ("launcher/rank_logging.py", "multiprocessing"): "a lock that forked workers share",
     ("parallel/compiler_determinism.py", "importlib"): "notices that a module is imported, and imports none",
     ("trackers/registry.py", "importlib"): "the class that the user's setting `track` names",
+    ("cli/tuning/variant_names.py", "importlib"): "packages that samplers of Optuna need, from a table",
     ("entrypoint.py", "importlib"): "names of the library's own modules, from a table",
     ("exchange/choose.py", "importlib"): "names of the library's own modules, from a table",
     ("exchange/kernels/device_kernels.py", "importlib"): "one name of the library's own",

@@ -21,6 +21,7 @@ PACKAGE = {  # what pip calls a module, where it has another name
     "mlflow": "mlflow-skinny",
     "pynvml": "nvidia-ml-py",
     "sklearn": "scikit-learn",
+    "sqlalchemy": "optuna",  # a dependency of it
     "yaml": "pyyaml",
 }
 WITH_TORCH = {"triton"}  # a part of torch's builds for CUDA

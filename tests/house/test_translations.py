@@ -68,7 +68,7 @@ def wanted_link(page: str, target: str) -> str:
 
 def differences(page: str, partner: str, ours: list[PageBlock], theirs: list[PageBlock]) -> list[str]:
     """Compare the blocks of a page with those of its partner, and return what differs, with both places."""
-    found = []
+    found: list[str] = []
     for one, other in zip(ours, theirs, strict=False):
         place = f"{partner}:{other.line} ({page}:{one.line})"
         if one.kind != other.kind:

@@ -22,7 +22,7 @@ from tests.package.builds import (
 )
 from tools.distributions import RELATIVE_LINK, sdist_problems, wheel_problems
 
-README = "# Unisono\n[a\nb](docs/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)\n```python\nf: Run[S](x)\n```\n"
+README = "# Unisono\n[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)\n```python\nf: Run[S](x)\n```\n"
 
 
 @pytest.mark.ci
@@ -55,11 +55,11 @@ def test_missing_files_and_relative_links_are_found(tmp_path: Path) -> None:
         file.writestr("unisono/a.py", "")
         file.writestr("unisono/b.py", "")
         file.writestr("unisono-1.0.dist-info/METADATA", f"Description-Content-Type: text/markdown\n\n{README}")
-    assert wheel_problems(wheel, {"unisono/a.py", "unisono/page.css", "docs/a.md"}) == [
+    assert wheel_problems(wheel, {"unisono/a.py", "unisono/page.css", "pages/a.md"}) == [
         f"{wheel.name} lacks unisono/page.css.",
         f"{wheel.name} has unisono/b.py, which git does not have.",
         f"{wheel.name} has no LICENSE.",
-        f"The README of {wheel.name} has the relative link docs/a.md#x.",
+        f"The README of {wheel.name} has the relative link pages/a.md#x.",
         f"The README of {wheel.name} has the relative link docs/run.svg.",
         f"The README of {wheel.name} has the relative link x.",
     ]
@@ -67,10 +67,10 @@ def test_missing_files_and_relative_links_are_found(tmp_path: Path) -> None:
 
 def test_links_of_the_readme_lead_to_the_repository() -> None:
     published = runpy.run_path(str(ROOT / "setup.py"))["published_readme"]
-    assert published("[a\nb](docs/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)", "https://h/o/u/", "v1") == (
-        "[a\nb](https://h/o/u/blob/v1/docs/a.md#x) ![Runs.](https://h/o/u/raw/v1/docs/run.svg) [c](https://c.org)"
+    assert published("[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)", "https://h/o/u/", "v1") == (
+        "[a\nb](https://h/o/u/blob/v1/pages/a.md#x) ![Runs.](https://h/o/u/raw/v1/docs/run.svg) [c](https://c.org)"
     )
-    without = published("[a\nb](docs/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)\n", None, "v1")
+    without = published("[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)\n", None, "v1")
     assert without.startswith("a\nb *Runs.* [c](https://c.org)\n\nThe pages")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert RELATIVE_LINK.search(text)
