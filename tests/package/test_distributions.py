@@ -26,6 +26,7 @@ README = "# Unisono\n[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.o
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)  # builds and installs, and starts eight processes that load torch
 def test_the_packages_are_complete_and_the_wheel_runs_elsewhere(tmp_path: Path) -> None:
     """Build the wheel from the sdist, as `python -m build` does, and use its command from another folder."""
     tracked = tracked_or_skip()
@@ -65,6 +66,7 @@ def test_missing_files_and_relative_links_are_found(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.filterwarnings("ignore:The distutils package is deprecated")  # if setuptools is imported late
 def test_links_of_the_readme_lead_to_the_repository() -> None:
     published = runpy.run_path(str(ROOT / "setup.py"))["published_readme"]
     assert published("[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)", "https://h/o/u/", "v1") == (
