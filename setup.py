@@ -6,8 +6,6 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
-
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 NOTE = "\nThe pages that this text names are in the source distribution, in its folder `docs`.\n"
 
@@ -36,6 +34,8 @@ def published_readme(text: str, repository: str | None, tag: str) -> str:
 
 def main() -> None:
     """Call setuptools; it takes all other metadata from pyproject.toml."""
+    from setuptools import setup  # here: its import warns, and tests read this file
+
     root = Path(__file__).parent
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found = re.search(r'^__version__ = "(.+)"$', (root / "unisono" / "__init__.py").read_text(encoding="utf-8"), re.M)

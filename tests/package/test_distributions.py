@@ -24,6 +24,22 @@ from tools.distributions import RELATIVE_LINK, sdist_problems, wheel_problems
 
 README = "# Unisono\n[a\nb](pages/a.md#x) ![Runs.](docs/run.svg) [c](https://c.org)\n```python\nf: Run[S](x)\n```\n"
 
+SCRIPT = """
+import torch
+import unisono
+
+def main(run):
+    model = run.place(lambda: torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps([torch.tensor([float(i), 1.0]) for i in range(64)]):
+        for x in step:
+            step.backward(model(x).sum(), weight=len(x))
+        step.update(optimizer)
+
+unisono.main(main)
+"""
+
 
 @pytest.mark.ci
 @pytest.mark.timeout(600)  # builds and installs, and starts eight processes that load torch
@@ -43,7 +59,8 @@ def test_the_packages_are_complete_and_the_wheel_runs_elsewhere(tmp_path: Path) 
     assert Path(place.strip()).is_relative_to(tmp_path / "environment")
     run(unisono, "run", "topics", "--ranks", "2", "--set", "steps=2", "--run-dir", "out", folder=elsewhere)
     assert json.loads((elsewhere / "out" / "result.json").read_text())["promise"] == "exact"
-    assert "Placement-proof" in run(unisono, "check", "topics", folder=elsewhere)
+    (elsewhere / "script.py").write_text(SCRIPT)
+    assert "Placement-proof" in run(unisono, "check", "script.py", "--set", "steps=3", folder=elsewhere)
     run(unisono, "report", "out", folder=elsewhere)
     assert "uPlot" in (elsewhere / "out" / "report.html").read_text(encoding="utf-8")
     run(unisono, "copy", "text", "mine.py", folder=elsewhere)
