@@ -67,7 +67,7 @@ def errors_of(folder: Path, *command: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("install", ["wheel", "editable"])
 def test_pyright_finds_the_types(install: str, environments: dict[str, Path], tmp_path: Path) -> None:
     pyright = shutil.which("pyright")
@@ -79,7 +79,7 @@ def test_pyright_finds_the_types(install: str, environments: dict[str, Path], tm
     assert found == [(WRONG_LINE, "reportAttributeAccessIssue")]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("install", ["wheel", "editable"])
 def test_mypy_finds_the_types(install: str, environments: dict[str, Path], tmp_path: Path) -> None:
     if find_spec("mypy") is None:
