@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package.builds import build_wheel, copy_of_sources, environment_with, tracked_or_skip
-from unisono.environment import inherited
+from tests.package.builds import build_wheel, copy_of_sources, environment_with, run, tracked_or_skip
 
 SAMPLE = """
     from dataclasses import dataclass
@@ -55,16 +53,7 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def errors_of(folder: Path, *command: str | Path) -> str:
     """Run a type checker on the sample, which must fail; return its output."""
     (folder / "sample.py").write_text(textwrap.dedent(SAMPLE).lstrip())
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=folder,
-        env=inherited({"PYTHONPATH": ""}),
-        capture_output=True,
-        text=True,
-        timeout=220,
-    )
-    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return run(*command, folder=folder, status=1)
 
 
 @pytest.mark.ci
