@@ -1,4 +1,4 @@
-"""Compare training loops that alternate step by step in the same processes.
+"""Compare training loops that alternate in the same processes, step by step or every few steps.
 
 All loops have one torch thread, the same samples in the same micro-batches, and the same AdamW. Ours is the public loop
 with all that a run does between steps (timeline, progress). Unlike a loop by hand, it also refuses gradients that are
@@ -87,6 +87,8 @@ class Comparison:
         warm_up: Steps that do not count.
         times: Slows down a process: (step, rank) to a factor. It must be a function of a module, too.
         tasks: Tasks to choose from.
+        in_a_row: Steps that a loop takes before the next loop has its turn. If there are several, the first one of each
+            turn does not count: connections of the loop have paused longer before it than in a run.
     """
 
     name: str
@@ -96,10 +98,21 @@ class Comparison:
     warm_up: int = WARM_UP
     times: Callable[[int, int], float] | None = None
     tasks: Mapping[str, Task] = field(default_factory=lambda: TASKS)
+    in_a_row: int = 1
 
     @property
     def loops(self) -> list[str]:
         return list(dict.fromkeys([*self.baselines, *self.baselines.values()]))
+
+    def turns(self, total: int, round_number: int) -> Iterator[tuple[int, str]]:
+        """Yield the number and the loop of each step. No loop always follows the same one."""
+        for first in range(0, total, self.in_a_row):
+            for loop in shuffled(self.loops, f"{round_number} {first}"):
+                yield from ((number, loop) for number in range(first, min(total, first + self.in_a_row)))
+
+    def counted(self, total: int) -> list[int]:
+        """Return the numbers of the steps that count."""
+        return [n for n in range(self.warm_up, total) if self.in_a_row == 1 or n % self.in_a_row]
 
 
 def ours(context: LoopContext, settings: Settings, group: ProcessGroup, loop: str) -> Iterator[LoopStep]:
@@ -120,9 +133,9 @@ def run_loops(
     world: World, comparison: Comparison, name: str, virtual_ranks: int, round_number: int, steps: int, folder: str
 ) -> Any:
     """Alternate the loops, and return seconds and work of each step, and differences of weights and norms, by loop."""
-    task, loops, warm_up = comparison.tasks[name], comparison.loops, comparison.warm_up
+    task, loops = comparison.tasks[name], comparison.loops
     torch.manual_seed(1)
-    total = steps + warm_up
+    total = steps + comparison.warm_up
     settings = Settings(epochs=1, batch=task.batch, virtual_ranks=virtual_ranks)
     order = BatchOrder(length=total * task.batch, batch=task.batch, virtual_ranks=virtual_ranks)
     with join(world) as group, SlowAt(1.0) if comparison.times else nullcontext() as slow:
@@ -131,26 +144,25 @@ def run_loops(
         times, work = torch.empty(2, len(loops), total, dtype=torch.float64)
         last: dict[str, LoopStep] = {}
         norms: dict[str, float] = {}
-        for number in range(total):
-            for loop in shuffled(loops, f"{round_number} {number}"):  # no loop always follows the same one
-                group.barrier()
-                if slow is not None and comparison.times is not None:
-                    slow.times = comparison.times(number, world.rank)
-                start, worked = time.perf_counter(), time.process_time()
-                last[loop] = next(running[loop])
-                times[loops.index(loop), number] = time.perf_counter() - start
-                work[loops.index(loop), number] = time.process_time() - worked
-                norms[loop] = norms.get(loop) or last[loop].norm
+        for number, loop in comparison.turns(total, round_number):
+            group.barrier()
+            if slow is not None and comparison.times is not None:
+                slow.times = comparison.times(number, world.rank)
+            start, worked = time.perf_counter(), time.process_time()
+            last[loop] = next(running[loop])
+            times[loops.index(loop), number] = time.perf_counter() - start
+            work[loops.index(loop), number] = time.process_time() - worked
+            norms[loop] = norms.get(loop) or last[loop].norm
         weights = {loop: torch.cat([full_tensor(p) for p in turn.model.parameters()]) for loop, turn in last.items()}
         for generator in running.values():
             generator.close()  # type: ignore[attr-defined]
         group.max_(times)
         group.sum_(work)
-        expected = weights[loops[-1]]
+        expected, counted = weights[loops[-1]], comparison.counted(total)
         return {
             "params": len(expected),
-            "seconds": {loop: row[warm_up:].tolist() for loop, row in zip(loops, times, strict=True)},
-            "work": {loop: row[warm_up:].tolist() for loop, row in zip(loops, work, strict=True)},
+            "seconds": {loop: row[counted].tolist() for loop, row in zip(loops, times, strict=True)},
+            "work": {loop: row[counted].tolist() for loop, row in zip(loops, work, strict=True)},
             "difference": {loop: float((weights[loop] - expected).norm() / expected.norm()) for loop in loops},
             "norms": norms,
         }
@@ -213,7 +225,7 @@ def measure(
         "params": found["params"],
         "virtual_ranks": virtual_ranks,
         "micro_batch": comparison.tasks[name].batch // virtual_ranks,
-        "steps": rounds * steps,
+        "steps": len(seconds[comparison.loops[0]]),
         "seconds": {loop: spread(values).median for loop, values in seconds.items()},
         "ratio": ratios(seconds),
         "work": ratios(work),
