@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, loss_of, sgd, train, whole
@@ -263,6 +264,22 @@ class Breach(NamedTuple):
     settings: Settings = SETTINGS
 
 
+def need_group() -> None:
+    """Let DistributedDataParallel be built on one process, which has no group."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def in_ddp(run: Run[Any]) -> None:
+    need_group()
+    DistributedDataParallel(nn.Sequential(run.place(linear())))
+
+
+def place_ddp(run: Run[Any]) -> None:
+    need_group()
+    train(run, build=lambda: DistributedDataParallel(linear()))
+
+
 def not_placed(run: Run[Any]) -> None:
     model = linear()
     for step in run.steps(Numbers()):
@@ -295,6 +312,11 @@ BREACHES = {
     "a plateau": Breach(with_end(plateau), "ReduceLROnPlateau.*schedule.step"),
     "a sparse optimizer": Breach(lambda run: train(run, make=sparse_adam), "SparseAdam.*of 4 virtual ranks.*AdamW"),
     "a lazy model": Breach(lambda run: train(run, build=lazy), r"2 of its .* no shape yet \(the first is 0.weight"),
+    "a placed model in DDP": Breach(in_ddp, "Cannot wrap a placed Linear in DistributedDataParallel.*exchange=ddp"),
+    "a placed model in DataParallel": Breach(
+        lambda run: nn.DataParallel(run.place(linear())), "Cannot wrap a placed Linear in DataParallel"
+    ),
+    "DDP that is placed": Breach(place_ddp, r"a model that DistributedDataParallel wraps.*run\.place\(model\)"),
     "steps twice": Breach(steps_twice, "run.steps was called twice.*epochs=3"),
     # losses and gradients
     "cross entropy's mean": Breach(with_loss(mean_entropy), MEAN),

@@ -26,6 +26,7 @@ from unisono.parallel.param_attributes import attributes_of_params, restore_attr
 from unisono.torch_compat.modules import tensor_with_data
 from unisono.train.guarantees.rank_consistency import check_same_parameters
 from unisono.train.modules.buffer_sync import BufferSync, Gathered
+from unisono.train.modules.wrappers import refuse_wrapped, refuse_wrapping
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -102,6 +103,9 @@ class Models:
                 evaluations.
             example: a micro-batch to time the layers with, if the model is divided into stages.
         """
+        refuse_wrapped(model)
+        if not self.modules:
+            self._notices.append(register_module_module_registration_hook(self._refuse_wrapping))
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
@@ -169,7 +173,7 @@ class Models:
 
     def on_change(self) -> None:
         """Register hooks that detect the growth of a model."""
-        self._notices = [
+        self._notices += [
             register_module_module_registration_hook(self._notice),
             register_module_parameter_registration_hook(self._notice),
             register_module_buffer_registration_hook(self._notice),
@@ -226,6 +230,11 @@ class Models:
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
         self.buffers.look_at([*self.modules, *self.tracked])
         return bool(new) or len(self.params) != len(known)
+
+    def _refuse_wrapping(self, parent: torch.nn.Module, _: str, child: torch.nn.Module | None) -> None:
+        """Raise LoopError if a data-parallel wrapper is built around a placed model."""
+        if child is not None:
+            refuse_wrapping(self.modules, parent, child)
 
     def _notice(self, *_: Any) -> None:
         """Record that a model may have grown. torch calls this when any module registers a parameter or a module."""
