@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,7 +106,7 @@ class Models:
         """
         refuse_wrapped(model)
         if not self.modules:
-            self._notices.append(register_module_module_registration_hook(self._refuse_wrapping))
+            self._notices.append(register_module_module_registration_hook(partial(refuse_wrapping, self.modules)))
         if self.mesh.tensor.size > 1:
             self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
@@ -230,11 +231,6 @@ class Models:
         self.names |= {id(p): name for model in self.modules for name, p in model.named_parameters()}
         self.buffers.look_at([*self.modules, *self.tracked])
         return bool(new) or len(self.params) != len(known)
-
-    def _refuse_wrapping(self, parent: torch.nn.Module, _: str, child: torch.nn.Module | None) -> None:
-        """Raise LoopError if a data-parallel wrapper is built around a placed model."""
-        if child is not None:
-            refuse_wrapping(self.modules, parent, child)
 
     def _notice(self, *_: Any) -> None:
         """Record that a model may have grown. torch calls this when any module registers a parameter or a module."""

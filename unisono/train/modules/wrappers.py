@@ -35,15 +35,17 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
             )
 
 
-def refuse_wrapping(placed: Sequence[torch.nn.Module], parent: torch.nn.Module, child: torch.nn.Module) -> None:
+def refuse_wrapping(
+    placed: Sequence[torch.nn.Module], parent: torch.nn.Module, _: str, child: torch.nn.Module | None
+) -> None:
     """Raise LoopError if a data-parallel wrapper is built around a placed model.
 
     Args:
         placed: The placed models.
         parent: A module that registers another one.
-        child: That other module.
+        child: That other module, which becomes an attribute of `parent`.
     """
-    if not placed or not is_wrapper(parent):
+    if child is None or not is_wrapper(parent):
         return
     parts = {id(part) for part in child.modules()}
     for model in placed:
