@@ -108,12 +108,14 @@ def text_task() -> Task:
 
 
 def image_task() -> Task:
-    """The recipe's model for 1,438 digits. The student has all stages, with half of the channels.
+    """The recipe's model for Fashion-MNIST; for 1,438 digits where it is not installed.
 
-    A model with the first two stages has the same size, and does a little better alone.
+    The student has all stages, with half of the channels. A model with the first two stages has the same size, and does
+    a little better alone. All models for digits are right in 98 % of the 359 held-out ones and more, so their
+    difference is not resolved.
     """
-    settings = image.Settings(source="digits")
-    data = load_images("digits", None)
+    settings = image.Settings()
+    data = load_images()
     train_set, valid_set = image.build_datasets(data, settings)
 
     def build(width: int = settings.model.width) -> image.ResNet:
@@ -131,7 +133,7 @@ def image_task() -> Task:
     plain = image.ImageDataset(data.train, valid_set.mean, valid_set.std)
     return Task(
         batch=settings.batch,
-        steps=180,
+        steps=400 if len(data.train.labels) > 10_000 else 180,
         rate=settings.lr,
         alone_rate=4e-2,
         student_rate=5e-3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.checkpoints import save
 from tests.cli.command import last_json
 from tests.cli.refused_requests import RequestProblems
 from tests.ranks.training import MLP, TinyGPT, settings, train
+from unisono import SavedWeights
 from unisono.checkpoint.load import load, newest
 from unisono.cli.main import main
 from unisono.config import ParallelSettings
@@ -110,6 +112,12 @@ def test_a_damaged_checkpoint_of_a_run_is_named(
     Path("out", "environment.json").write_text('{"script": "script.py"}')
     (paths[1] / "state.json").write_text("{}")
     note = "The checkpoint after step 2 is damaged and skipped"
+    assert main(["fingerprint", "out", "--json"]) == 0
+    screen = capsys.readouterr()
+    assert note in screen.err
+    assert json.loads(screen.out)["step"] == 1
+    with pytest.warns(RuntimeWarning, match=note):
+        assert SavedWeights("out").path == paths[0]
     if kind == "safetensors":
         assert main(["export", "out", "m.safetensors"]) == 0
         screen = capsys.readouterr()

@@ -191,5 +191,7 @@ def test_verify_and_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["verify", str(tmp_path / "run"), "--key", str(public)]) == 1
     assert main([*words, "--force"]) == 1
     assert "has been changed since" in capsys.readouterr().err
+    shutil.copytree(path, path.with_name("step-00000003"))
+    assert main(["verify", str(tmp_path / "run"), "--key", str(public)]) == 1
     assert main(["verify", str(path)]) == 2
     assert "--key is missing" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -91,8 +92,9 @@ def _newest_intact(run_dir: Path, note: Callable[[str], None]) -> tuple[Path | N
     return None, damages
 
 
-def silent(text: str) -> None:
-    """Ignore a sentence about a damaged checkpoint that is skipped."""
+def warn(text: str) -> None:
+    """Warn of a damaged checkpoint that is skipped."""
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def localize(path: Path, run_dir: Path, accept: Accept = any_signature) -> Path:
@@ -175,7 +177,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def complete_checkpoint(
-    path: Path, error: str, accept: Accept = any_signature, note: Callable[[str], None] = silent
+    path: Path, error: str, accept: Accept = any_signature, note: Callable[[str], None] = warn
 ) -> Path:
     """Return the newest intact checkpoint of a run directory, or the checkpoint itself if it is intact.
 
@@ -209,14 +211,15 @@ def complete_checkpoint(
     return folder
 
 
-def fingerprint(path: Path, state: bool = False) -> dict[str, Any]:
+def fingerprint(path: Path, state: bool = False, note: Callable[[str], None] = warn) -> dict[str, Any]:
     """Return the fingerprint of a run directory's newest intact checkpoint, or of one checkpoint.
 
     Args:
         path: A run directory or a checkpoint.
         state: Add state_sha256, which also covers optimizers and schedules. weights_sha256 covers tracked models.
+        note: As for `newest`.
     """
-    folder = complete_checkpoint(path, "Cannot compute the fingerprint of {}.")
+    folder = complete_checkpoint(path, "Cannot compute the fingerprint of {}.", note=note)
     checkpoint = load(folder)
     release(folder)
     models = checkpoint.about["models"]

@@ -45,7 +45,7 @@ def export(
     model: str | None = None,
     *,
     accept: load.Accept = load.any_signature,
-    note: Callable[[str], None] = load.silent,
+    note: Callable[[str], None] = load.warn,
 ) -> ExportedWeights:
     """Write the weights of a run's newest complete checkpoint, or of one checkpoint, to a file.
 

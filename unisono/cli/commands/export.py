@@ -14,9 +14,10 @@ from cyclopts import Parameter
 
 from unisono.checkpoint.signature import private_key, sign_export, trusted_keys
 from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
-from unisono.cli.compare.program_export import NOT_ENDED, ProgramExportRun, to_stderr
+from unisono.cli.compare.program_export import NOT_ENDED, ProgramExportRun
 from unisono.cli.compare.rerun import earlier, is_run
 from unisono.config import CommandLine, plural
+from unisono.config.wording import to_stderr
 from unisono.errors import SettingsError
 from unisono.export.formats import (
     WEIGHTS,

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
 from unisono.cli.request.run_dir import RUNS
+from unisono.config.wording import to_stderr
 from unisono.errors import SettingsError
 
 
@@ -37,7 +38,7 @@ def fingerprint(
         raise SettingsError(error, "The argument is a run directory, or a checkpoint.", do)
     from unisono.checkpoint import load  # here, because it loads torch
 
-    found = load.fingerprint(folder, state)
+    found = load.fingerprint(folder, state, to_stderr)
     if json:
         print(json_.dumps({key: str(value) if isinstance(value, Path) else value for key, value in found.items()}))
     else:

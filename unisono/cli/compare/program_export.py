@@ -17,8 +17,7 @@ import unisono.export
 from unisono.checkpoint.signature import TrustedKey
 from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun
-from unisono.config.wording import wrapped
-from unisono.environment import terminal_columns
+from unisono.config.wording import to_stderr
 from unisono.errors import CheckpointError, SettingsError
 from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of, card_beside, report_beside
 from unisono.export.model_card import model_card
@@ -254,11 +253,6 @@ class ProgramExportRun(Verification):
 
     def _facts(self, status: int) -> dict[str, Any]:
         return {"out": str(self.out)}
-
-
-def to_stderr(text: str) -> None:
-    """Print a line on standard error: standard output may be JSON."""
-    print(wrapped(text, terminal_columns()), file=sys.stderr, flush=True)
 
 
 def draft_of(out: Path) -> Path:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from unisono.checkpoint.signature import check_checkpoint, check_export, key_id, trusted_keys
 from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
-from unisono.errors import SettingsError
+from unisono.errors import CheckpointError, SettingsError
 
 
 def verify(
@@ -44,7 +44,11 @@ def verify(
             raise SettingsError(error, "The argument is a run directory, a checkpoint, or an exported file.", do)
         from unisono.checkpoint.load import complete_checkpoint, release  # here, because it loads torch
 
-        what = complete_checkpoint(path, "Cannot check the signature of {}.")
+        damages: list[str] = []
+        what = complete_checkpoint(path, "Cannot check the signature of {}.", note=damages.append)
+        if damages:  # an older checkpoint proves nothing about this one
+            do = f"restore it from a copy, or check an older one: unisono verify {shlex.quote(str(what))} --key ..."
+            raise CheckpointError(f"Cannot check the newest checkpoint of {path}.", damages[0], do)
         found = check_checkpoint(what, keys)
         release(what)
     if json:
