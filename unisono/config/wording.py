@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import sys
 import textwrap
 from collections.abc import Iterable
-
-from unisono.environment import terminal_columns
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
@@ -41,11 +38,6 @@ def wrapped(text: str, width: int) -> str:
     paths. So do the lines of a traceback.
     """
     return "\n".join(part for line in text.split("\n") for part in _wrapped_line(line, width))
-
-
-def to_stderr(text: str) -> None:
-    """Print text on standard error: standard output may be JSON."""
-    print(wrapped(text, terminal_columns()), file=sys.stderr, flush=True)
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:

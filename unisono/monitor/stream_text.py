@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import TextIO
+
+from unisono.config.wording import wrapped
+from unisono.environment import terminal_columns
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
@@ -27,3 +31,8 @@ def write_text(stream: TextIO, text: str) -> None:
         encoding = stream.encoding or "ascii"
         stream.write(text.encode(encoding, "replace").decode(encoding))
     stream.flush()
+
+
+def to_stderr(text: str) -> None:
+    """Print text on standard error, in lines of the terminal's width: standard output may be JSON."""
+    write_text(sys.stderr, wrapped(text, terminal_columns()) + "\n")

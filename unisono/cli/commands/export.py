@@ -17,7 +17,6 @@ from unisono.cli.commands.fingerprint import no_checkpoint, with_checkpoints
 from unisono.cli.compare.program_export import NOT_ENDED, ProgramExportRun
 from unisono.cli.compare.rerun import earlier, is_run
 from unisono.config import CommandLine, plural
-from unisono.config.wording import to_stderr
 from unisono.errors import SettingsError
 from unisono.export.formats import (
     WEIGHTS,
@@ -29,6 +28,7 @@ from unisono.export.formats import (
     require_quantization,
     suffix_of,
 )
+from unisono.monitor.stream_text import to_stderr
 from unisono.report.result_file import read_result
 
 ShardSize = Annotated[

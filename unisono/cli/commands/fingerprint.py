@@ -11,8 +11,8 @@ from cyclopts import Parameter
 
 from unisono.checkpoint import manifest
 from unisono.cli.request.run_dir import RUNS
-from unisono.config.wording import to_stderr
 from unisono.errors import SettingsError
+from unisono.monitor.stream_text import to_stderr
 
 
 def fingerprint(

@@ -17,17 +17,18 @@ import unisono.export
 from unisono.checkpoint.signature import TrustedKey
 from unisono.cli.compare.repeated_runs import Verification, reason_of
 from unisono.cli.compare.rerun import Rerun
-from unisono.config.wording import to_stderr
 from unisono.errors import CheckpointError, SettingsError
 from unisono.export.formats import FORMATS, WEIGHTS, ExportRequest, QualityRequest, bound_of, card_beside, report_beside
 from unisono.export.model_card import model_card
 from unisono.launcher.supervisor import RunOutcome
+from unisono.monitor.stream_text import to_stderr
 from unisono.report.result_file import read_result
 
 PLAIN_PROGRAM = (
     *("precision=fp32", "parallel.param_dtype=fp32", "parallel.compile=false", "speed.compile_model=false"),
     *("speed.optimizer=script", "speed.channels_last=false", "speed.attention=any", "speed.float8=none"),
 )
+
 """Settings that change how a model computes, and not its weights. Results depend on them."""
 
 NOT_ENDED = "The run has not ended: this is its newest checkpoint."
