@@ -41,6 +41,7 @@ from unisono.cli.request.request_checks import inspect_script
 from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
+from unisono.cli.scaling_curve.scale_command import scale
 from unisono.cli.speedup.speedup_command import speedup
 from unisono.cli.tuning.tune_command import tune
 from unisono.config import Settings, entries_of
@@ -60,6 +61,7 @@ Examples:
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
   unisono speedup train.py              try faster kernels
+  unisono scale train.py --ranks 1,2,4  measure the speed-up of more processes
   unisono plan train.py --ranks 8       predict memory and time of placements
   unisono tune train.py --search ...    search settings
   unisono replay runs/mine --step 43    repeat a step of a run on one process
@@ -122,6 +124,11 @@ SPEEDUP = """\
   unisono speedup train.py               all options, on one process
   unisono speedup text --ranks 2 --only fused-optimizer --only bf16
   unisono speedup train.py --steps 30 --rounds 5 --json
+"""
+SCALE = """\
+  unisono scale train.py                 powers of two up to the cores of this machine
+  unisono scale text --ranks 1,2,3,4 --only strong
+  unisono scale train.py --steps 30 --rounds 5 --page scale.html
 """
 PLAN = """\
   unisono plan train.py                  up to one process for each core
@@ -207,6 +214,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (copy, TRAIN, COPY),
     (bench, TRAIN, BENCH),
     (speedup, TRAIN, SPEEDUP),
+    (scale, TRAIN, SCALE),
     (plan, TRAIN, PLAN),
     (tune, TRAIN, TUNE),
     (check, VERIFY, CHECK),
@@ -292,12 +300,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, plan, tune):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, scale, plan, tune):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `plan`, `tune`, `check`, `prove`, `audit` "
-            "and `doctor` pass arguments to a script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `check`, `prove`, "
+            "`audit` and `doctor` pass arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

@@ -23,7 +23,7 @@ from unisono.security.file_modes import write_text
 
 ASSETS = Path(__file__).with_name("assets")
 STYLES = ("uPlot.min.css", "page.css")
-PARTS = ("format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js", "rates.js", "page.js")
+PARTS = ("format.js", "charts.js", "tables.js", "run.js", "compare.js", "list.js", "rates.js", "scaling.js", "page.js")
 SCRIPTS = ("uPlot.iife.min.js", *PARTS)
 
 LARGEST = 950_000
@@ -38,7 +38,7 @@ def page_of(title: str, content: Mapping[str, Any]) -> str:
 
     Args:
         title: Its title.
-        content: `kind` ("run", "compare", "list" or "rates") and `content`, what such a page shows.
+        content: `kind` ("run", "compare", "list", "rates" or "scaling") and `content`, what such a page shows.
     """
     return page_around(title, json_of(content))
 

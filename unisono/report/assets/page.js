@@ -6,7 +6,7 @@ const POLL_MS = 1000, SLOW_POLL_MS = 5000;
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 
 const page = JSON.parse(document.getElementById("data").textContent);
-const shown = new { run: RunPage, compare: ComparePage, list: ListPage, rates: RatePage }[page.kind]();
+const shown = new { run: RunPage, compare: ComparePage, list: ListPage, rates: RatePage, scaling: ScalingPage }[page.kind]();
 const main = el("main");
 const links = el("nav", { "aria-label": "Sections" });
 const liveState = el("span", { class: "live", role: "status" });
