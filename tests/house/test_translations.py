@@ -1,8 +1,8 @@
 """Translations stay in step: each page has its partner with the same blocks, code, figures and links.
 
 A page is translated by meaning, paragraph by paragraph. Tests compare what must not differ: the kinds of blocks in
-order, code apart from comments, the cells of tables, figures, inline code, and targets of links. A page joins by its
-name in IN_STEP.
+order, code apart from comments, the cells of tables, figures, inline code, and targets of links. A new page of a
+folder in IN_STEP needs its partner at once.
 """
 
 from __future__ import annotations
@@ -17,15 +17,41 @@ from tests.house.page_blocks import HEADING_ID, PageBlock, blocks_of_page
 from tests.house.sources import ROOT
 from tests.house.test_documentation import slug
 
-IN_STEP = (
-    "README.md",
-    "docs/index.md",
-    "docs/start",
-    "docs/guide/checkpoints.md",
-    "docs/guide/faq.md",
-    "docs/guide/loop.md",
-    "docs/guide/promise.md",
-)  # pages and folders of pages
+IN_STEP = ("README.md", "docs/index.md", "docs/start", "docs/guide")  # pages and folders of pages
+NOT_YET = (
+    "docs/guide/access.md",
+    "docs/guide/adapters.md",
+    "docs/guide/architecture-search.md",
+    "docs/guide/batch-size.md",
+    "docs/guide/bench.md",
+    "docs/guide/distillation.md",
+    "docs/guide/exchanges/all-reduce.md",
+    "docs/guide/exchanges/compression.md",
+    "docs/guide/exchanges/custom.md",
+    "docs/guide/exchanges/index.md",
+    "docs/guide/exchanges/local-sgd.md",
+    "docs/guide/exchanges/parameter-servers.md",
+    "docs/guide/export.md",
+    "docs/guide/learning-rate.md",
+    "docs/guide/machines.md",
+    "docs/guide/monitoring/findings.md",
+    "docs/guide/monitoring/logs.md",
+    "docs/guide/monitoring/metrics.md",
+    "docs/guide/monitoring/report.md",
+    "docs/guide/monitoring/watch.md",
+    "docs/guide/plan.md",
+    "docs/guide/prediction.md",
+    "docs/guide/profiles.md",
+    "docs/guide/pruning.md",
+    "docs/guide/quantization.md",
+    "docs/guide/replan.md",
+    "docs/guide/scaling.md",
+    "docs/guide/speed.md",
+    "docs/guide/trackers.md",
+    "docs/guide/tune.md",
+    "docs/guide/uneven.md",
+    "docs/guide/verification.md",
+)  # pages without a partner so far; a page leaves this list when it gets one
 FOLDER = "docs/zh"
 HAN = r"[\u4e00-\u9fff]"
 WORD = re.compile(r"[A-Za-z]{2,}")
@@ -35,7 +61,7 @@ def pages_in_step() -> list[str]:
     """Return the pages that need a partner, by their paths from the root of the project."""
     named = [ROOT / name for name in IN_STEP]
     found = [path for name in named for path in (sorted(name.rglob("*.md")) if name.is_dir() else [name])]
-    return [path.relative_to(ROOT).as_posix() for path in found]
+    return [page for path in found if (page := path.relative_to(ROOT).as_posix()) not in NOT_YET]
 
 
 def partner_of(page: str) -> str:
@@ -113,6 +139,7 @@ def bad_style(block: PageBlock) -> list[str]:
 def test_every_page_in_step_has_a_partner_and_no_partner_is_alone() -> None:
     partners = [path.relative_to(ROOT).as_posix() for path in [*(ROOT / FOLDER).rglob("*.md"), *ROOT.glob("*.zh.md")]]
     assert sorted(PARTNERS.values()) == sorted(partners)
+    assert [page for page in NOT_YET if not (ROOT / page).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
