@@ -16,6 +16,9 @@ import pytest
 from benchmarks.report_size import write_run
 from tests.cli.command import PATIENCE_SECONDS, Command
 from unisono.cli.planning.rate_page import RateReport, write_rate_page
+from unisono.cli.scaling_curve.curve import PARTS, ScalePoint, ScalingCurve
+from unisono.cli.scaling_curve.curve_report import CurveReport, write_scaling_page
+from unisono.config import CommandLine
 from unisono.report.report_page import write_page, write_report
 from unisono.report.run_comparison import comparison_page
 from unisono.report.run_files import RunFiles
@@ -323,4 +326,24 @@ def test_places_of_a_range_test_are_rates(browser: Any, tmp_path: Path) -> None:
     assert tab.page.locator("h1").inner_text() == "Learning rates of <train>"
     assert f"{curve.rates[curve.steepest or 0]:.3g}" in tab.page.locator("main").inner_text()
     assert (tab.errors, tab.requests) == ([], [path.as_uri()])
+    context.close()
+
+
+def test_scaling_curves_have_all_numbers_of_processes(browser: Any, tmp_path: Path) -> None:
+    def point(count: int, samples: int, seconds: float) -> ScalePoint:
+        return ScalePoint(count, samples, seconds, {**dict.fromkeys(PARTS, 0.0), "compute": count * seconds})
+
+    strong = ScalingCurve("strong", [point(1, 8, 4.0), point(2, 8, 2.5), point(4, 8, 2.0)])
+    weak = ScalingCurve("weak", [point(1, 8, 4.0), point(4, 32, 5.0)])
+    line = CommandLine(("unisono", "run", "<train>.py", "--ranks", "4"))
+    write_scaling_page(tmp_path / "page.html", CurveReport("<train>", [strong, weak], 2, 1, ["<b>note"], line))
+    context = browser.new_context(viewport={"width": 1300, "height": 900})
+    tab = Tab.open(context, (tmp_path / "page.html").as_uri())
+    tab.wait("document.querySelectorAll('canvas').length == 2")
+    assert tab.page.inner_text("h1") == "Scaling of <train>"
+    rows = [row.inner_text().split("\t")[:5] for row in tab.page.query_selector_all("tbody tr")]
+    assert [row[0] for row in rows] == ["1", "2", "4", "1", "4"]
+    assert [row[4] for row in rows] == ["100 %", "80 %", "50 %", "100 %", "80 %"]
+    assert tab.errors == []
+    assert tab.requests == [(tmp_path / "page.html").as_uri()]
     context.close()
