@@ -167,7 +167,10 @@ ABOUT: dict[str, Form] = {
     "changes": list_of(lambda change: _is_change(change)),
     "states": is_object,
 }
-MORE: dict[str, Form] = {"promise": lambda value: list_of(is_text)(value) and len(value) == 2 and is_encodable(value)}
+MORE: dict[str, Form] = {
+    "promise": lambda value: list_of(is_text)(value) and len(value) == 2 and is_encodable(value),
+    "options": lambda value: is_object(value) and is_encodable(value),
+}
 
 
 def _is_change(value: Any) -> bool:

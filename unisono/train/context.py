@@ -209,6 +209,7 @@ def build_context(
     step_sync = StepSync(settings.virtual_ranks, loop.group, speaks=mesh.is_leader, slices=mesh.context)
     models, state = Models(mesh, settings.virtual_ranks), RunState(run_dir, mesh, resumed, _signer(settings, world))
     state.placed = models.modules
+    state.options.follows = any(change["field"] != "layout" for change in changes)
     scale, noise, generators = LossScale(settings.precision), NoiseScale(), RngStates(loop.group.device)
     exchange_states = ExchangeStates(f"{settings.exchange} {settings.compress.kind}")
     rank = loop.group.rank if world.number is None else world.number  # a process that joins later is alone at first

@@ -126,6 +126,8 @@ class SyncLoop:
         progress.changes += [
             {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.begin()
         ]
+        for name, before, now in context.state.options.changed:
+            context.monitor.note(f"{name} changes from {before} to {now}, with the settings")
         seen = parts.checks.order.samples(progress.steps_done)
         context.monitor.begin(
             progress.last,

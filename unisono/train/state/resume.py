@@ -115,8 +115,8 @@ class LongerSchedules:
     def adapt(self, name: str, schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
         """Return the saved state of a schedule, with the length that the schedule has now."""
         new = {k: vars(schedule)[k] for k in LENGTHS if k in state and vars(schedule).get(k, state[k]) != state[k]}
-        if new and schedule not in self._longer:
-            self._longer.append(schedule)
+        if new:
+            self.recompute(schedule)
         self.changes += [(f"{name}.{k}", state[k], new[k]) for k in new if not k.startswith("_")]
         if "_schedulers" in state:  # of a SequentialLR, or a ChainedScheduler
             inner = zip(schedule._schedulers, state["_schedulers"], strict=False)
@@ -135,6 +135,11 @@ class LongerSchedules:
                 for group, lr in zip(active.optimizer.param_groups, active._last_lr, strict=True):
                     group["lr"] = lr
         self._longer = []
+
+    def recompute(self, schedule: Any) -> None:
+        """Let `set_rates` compute the learning rates of a schedule, because its options have changed."""
+        if schedule not in self._longer:
+            self._longer.append(schedule)
 
 
 def check_kinds(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

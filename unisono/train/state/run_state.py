@@ -25,7 +25,8 @@ from unisono.tensors.codec import TensorTable
 from unisono.train.modules.buffer_sync import version
 from unisono.train.pipelining.stage_state import LocalPart
 from unisono.train.state.parameter_layout import ParameterLayout
-from unisono.train.state.resume import LongerSchedules, check_kinds, check_optimizer, keep_dtypes
+from unisono.train.state.resume import check_kinds, check_optimizer, keep_dtypes
+from unisono.train.state.tracked_options import TrackedOptions
 
 if TYPE_CHECKING:
     from unisono.config import CheckpointSettings
@@ -74,7 +75,7 @@ class RunState:
         self.tracked: dict[str, Any] = {}
         self.stages: DividedState | None = None
         """Gathers and divides state, if pipeline stages or servers hold a part of the parameters each."""
-        self._schedules = LongerSchedules()
+        self.options = TrackedOptions()
         self.own: Mapping[str, Mapping[str, Any]] = {}
         """State of this process's site alone, by name (local_sgd/sites.py). It overrides the state of all sites."""
         self._sealed: tuple[bool, list[tuple[torch.Tensor, int]]] | None = None
@@ -122,6 +123,7 @@ class RunState:
                     f"run.track({name}=kept), with kept = {{...}}, a dict that the loop changes; or give it both.",
                 )
             self.tracked[name] = thing
+            self.options.note(name, thing)
             if self.resumed is not None:
                 self._restore(name, thing, self.resumed)
 
@@ -143,7 +145,7 @@ class RunState:
             if name in self.own:
                 state = {**state, **self.own[name]}
             if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-                state = self._schedules.adapt(name, thing, state)
+                state = self.options.schedules.adapt(name, thing, state)
                 check_kinds(state, thing.state_dict())
             if self.stages is not None:
                 state = self.stages.part(thing, state)
@@ -162,12 +164,17 @@ class RunState:
     def begin(self) -> list[tuple[str, Any, Any]]:
         """Everything is loaded: restore the parameter layout, and the learning rates of schedules made longer.
 
+        Options of optimizers and schedules follow the settings, if a change of these was accepted.
+
         Returns:
             (name, saved value, current value) of everything that differs from the checkpoint and changes bits.
         """
         with refuse_unfit(LAYOUT, self.layout, self.resumed.path if self.resumed is not None else self.run_dir):
-            changes = [*self._schedules.changes, *self.layout.apply()]
-            self._schedules.set_rates(self.tracked.values())
+            schedules = self.options.schedules
+            changes = [*schedules.changes, *self.layout.apply()]
+            if self.resumed is not None:
+                self.options.apply(self.tracked, self.resumed.about.get("options", {}))
+            schedules.set_rates(self.tracked.values())
             return changes
 
     def check_whole(self, placed: Sequence[torch.nn.Module], steppers: Sequence[Any]) -> None:

@@ -33,6 +33,7 @@ def save_checkpoint(
                 before(progress.steps_done)
             changes = [*progress.changes, *more_changes]
             about = {"identity": context.identity, "changes": changes, "promise": promise(context)}
+            about["options"] = context.state.options.given
             with context.loop.as_one([*models.modules, *models.tracked]):
                 checkpoint = context.settings.checkpoint
                 context.state.save(progress.steps_done, about, checkpoint, in_background=in_background)
