@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +13,20 @@ from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from unisono.cli.request.request_checks import CheckedRequest, check_settings, checked
-from unisono.cli.request.run_dir import RUNS, lock_run_dir, problems_of_run_dir, write
+from unisono.cli.request.request_checks import CheckedRequest
+from unisono.cli.request.run_dir import RUNS, lock_run_dir, write
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.start.sigterm import ended_by_sigterm
-from unisono.cli.tuning.search_space import Dimension, dimension_of, fitted
+from unisono.cli.tuning.search_space import Dimension
+from unisono.cli.tuning.study_checks import (
+    as_before,
+    checked_space,
+    dimensions_of,
+    plain_request,
+    problems_of_folder,
+    problems_of_objectives,
+)
 from unisono.cli.tuning.study_record import FILE, StudyRecord, read_record
 from unisono.cli.tuning.study_table import complete, print_study, require_complete, result_of
 from unisono.config import CommandLine
@@ -112,22 +120,22 @@ def _tuned(
     folder = request.run_dir or RUNS / f"{Path(target).stem}-tune"
     is_new = not (folder / FILE).is_file()
     where = {"ranks": ranks, "at_once": at_once, "no_move": no_move}
-    problems = _problems_of_folder(folder, request, line, is_new=is_new)
+    problems = problems_of_folder(folder, request, line, is_new=is_new)
     before: Mapping[str, Any] = {} if is_new or problems else read_record(folder)
     counts = {"--trials": trials, "--round-size": round_size, "--ranks": ranks, "--at-once": at_once}
     for flag, number in counts.items():
         if number is not None and number < (0 if flag == "--at-once" else 1):
             problems.append(Problem(f"{flag} {number} is out of range.", "At least 1.", str(line.flag(flag, "1"))))
-    request = _as_before(request, before)
+    request = as_before(request, before)
     search = search or tuple(before.get("search", ()))
-    dimensions = _dimensions(search, request, line, problems) if search or not problems else []
+    dimensions = dimensions_of(search, request, line, problems) if search or not problems else []
     objectives = [(name, "minimize") for name in minimize] + [(name, "maximize") for name in maximize]
     objectives = objectives or [(name, way) for name, way in before.get("objectives", [("loss", "minimize")])]
-    problems += _problems_of_objectives(objectives, pruner, line)
+    problems += problems_of_objectives(objectives, pruner, line)
     if problems:
         raise SettingsError.of(problems)
-    plain = _plain(request)
-    ready, dimensions = _checked(target, plain, dimensions, line)
+    plain = plain_request(request)
+    ready, dimensions = checked_space(target, plain, dimensions, line)
     record = StudyRecord(
         script=str(ready.script),
         sets=request.sets,
@@ -162,22 +170,6 @@ def _version() -> str:
     return VERSION
 
 
-def _as_before(request: RunRequest, before: Mapping[str, Any]) -> RunRequest:
-    """Return the flags of the trials. What was not typed is as in the record of the study; {}: there is none."""
-    file = before.get("settings_file", "")
-    return replace(
-        request,
-        sets=request.sets or tuple(before.get("sets", ())),
-        settings_file=request.settings_file or (Path(file) if file else None),
-        own=request.own or tuple(before.get("own", ())),
-    )
-
-
-def _plain(request: RunRequest) -> RunRequest:
-    """Return the flags of every trial."""
-    return RunRequest(sets=request.sets, settings_file=request.settings_file, own=request.own)
-
-
 def _ways(record: StudyRecord) -> dict[str, list[str]]:
     """Return the values of --minimize and --maximize."""
     if record.objectives == (("loss", "minimize"),):
@@ -193,74 +185,6 @@ def _words(given: Mapping[str, Any], usual: Mapping[str, Any]) -> list[str]:
     for name, default in {**usual, "ranks": 1, "at_once": 0}.items():
         words += [f"--{name.replace('_', '-')}", str(given[name])] if given[name] != default else []
     return words + ["--no-move"] * given["no_move"]
-
-
-def _problems_of_folder(folder: Path, request: RunRequest, line: CommandLine, *, is_new: bool) -> list[Problem]:
-    """Return why a study cannot begin or continue in a folder."""
-    resume = request.resume or request.autoresume
-    if not is_new and not resume:
-        do = f"{line.flag('--resume')}, or: {line.flag('--run-dir', f'{folder}-2')}"
-        return [Problem(f"{folder} already contains a study.", "A study continues with --resume.", do)]
-    if is_new and request.resume:
-        start = line.without("--resume")
-        start = start if "--search" in line.words else start.flag("--search", "lr=log(1e-4,1e-1)")
-        return [Problem("Nothing to resume.", f"There is no study in {folder}.", f"{start} (from the start)")]
-    return problems_of_run_dir(folder.name, folder, resume=not is_new, line=line)
-
-
-def _dimensions(
-    search: Sequence[str], request: RunRequest, line: CommandLine, problems: list[Problem]
-) -> list[Dimension]:
-    """Return the search space, and add what is wrong with it to the problems."""
-    if not search:
-        do = str(line.flag("--search", "lr=log(1e-4,1e-1)"))
-        problems.append(Problem("A study needs --search.", "It names settings and their values.", do))
-    found: list[Dimension] = []
-    fixed = {each.partition("=")[0].strip() for each in request.sets}
-    for text in search:
-        dimension = dimension_of(text, line)
-        if isinstance(dimension, Problem):
-            problems.append(dimension)
-            continue
-        if dimension.name in fixed or dimension.name in {each.name for each in found}:
-            other = "--set" if dimension.name in fixed else "another --search"
-            do = str(line.without("--search", text))
-            problems.append(Problem(f"{dimension.name} is searched twice.", f"{other} gives it values as well.", do))
-        found.append(dimension)
-    return found
-
-
-def _problems_of_objectives(objectives: Sequence[tuple[str, str]], pruner: str, line: CommandLine) -> list[Problem]:
-    """Return what is wrong with the objectives."""
-    names = [name for name, _ in objectives]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        do = str(line.without("--maximize", twice).without("--minimize", twice).flag("--minimize", twice))
-        return [Problem(f"{twice} is an objective twice.", "Each objective has one direction.", do)]
-    if len(names) > 1 and pruner not in ("", "none"):
-        facts = f"The objectives are {', '.join(names)}, and a pruner compares one."
-        return [Problem("Pruning needs one objective.", facts, str(line.without("--pruner")))]
-    return []
-
-
-def _checked(
-    target: str, plain: RunRequest, dimensions: Sequence[Dimension], line: CommandLine
-) -> tuple[CheckedRequest, list[Dimension]]:
-    """Check the script with the first values of the space, and the types of all values. Raises SettingsError."""
-    ready = checked(target, 1, plain, line)
-    report = ready.report
-    if report is None:
-        return ready, list(dimensions)
-    found = [fitted(dimension, report.kinds, report.names, line) for dimension in dimensions]
-    problems = [each for each in found if isinstance(each, Problem)]
-    good = [each for each in found if isinstance(each, Dimension)]
-    if not problems:
-        for end in (0, 1):
-            sets = (*plain.sets, *(each.setting(each.ends[end]) for each in good))
-            wrong = check_settings(ready.script, 1, replace(plain, sets=sets), line, report=report)[1]
-            problems += [problem for problem in wrong if problem not in problems]
-    if problems:
-        raise SettingsError.of(problems)
-    return ready, good
 
 
 def _run(
