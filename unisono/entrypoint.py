@@ -320,6 +320,7 @@ INSPECTIONS = {
     "parts": "unisono.train.costs.memory_parts:count_memory",
     "rates": "unisono.train.lr_range.rate_sweep:sweep_rates",
     "values": "unisono.train.recording.value_recorder:record_values",
+    "interval": "unisono.train.recording.value_recorder:record_interval",
 }
 """Inspections by the first word of the flag --trace. `unisono check` uses none of these."""
 

@@ -139,6 +139,7 @@ TUNE = """\
   unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 50
   unisono tune text --search 'lr=log(1e-4,1e-1)' --ranks 4 --pruner hyperband
   unisono tune train.py --search 'width=linear(8,64,8)' --minimize loss --minimize parameters
+  unisono tune train.py --search 'lr=log(1e-4,1e-1)' --population 8 --interval 500
   unisono tune train.py --resume         continue a study that was stopped or killed
 """
 AUDIT = """\

@@ -18,6 +18,7 @@ VALUED = (
     *("--nodes", "--ranks-per-node", "--time", "--signal", "--array", "--gpus-per-node", "--cpus-per-task"),
     *("--partition", "--account", "--sbatch", "--write"),
     *("--search", "--trials", "--minimize", "--maximize", "--sampler", "--pruner", "--round-size", "--study-seed"),
+    *("--population", "--interval", "--quantile", "--factors", "--resample"),
     *("--storage", "--at-once", "--lr-from", "--lr-to", "--lr-steps", "--page", "--devices", "--price"),
 )
 """Flags whose value is the next word."""

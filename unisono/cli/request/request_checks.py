@@ -37,6 +37,7 @@ class ScriptReport(NamedTuple):
         table: the table of settings for `--help`.
         defaults: settings of every run for which the script has another default.
         kinds: the type of each setting in words, as `config.kind` returns it.
+        results: the settings that results depend on.
         problems: everything that is wrong with the request.
     """
 
@@ -44,6 +45,7 @@ class ScriptReport(NamedTuple):
     table: str
     defaults: Mapping[str, Any]
     kinds: Mapping[str, str] = MappingProxyType({})
+    results: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
 

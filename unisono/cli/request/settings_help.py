@@ -55,6 +55,7 @@ def description_of(settings: type) -> dict[str, Any]:
         "table": settings_table(settings),
         "defaults": {name: "none" if value is None else value for name, value in defaults.items()},
         "kinds": {entry.name: kind(entry.hint) for entry in entries},
+        "results": [entry.name for entry in entries if entry.changes_bits],
     }
 
 

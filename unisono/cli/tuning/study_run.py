@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,17 +18,13 @@ from unisono.cli.tuning.round_plan import MoveTimes, RunningTrial, larger, round
 from unisono.cli.tuning.study_record import BUILT_IN, FILE, StudyRecord
 from unisono.cli.tuning.study_storage import StudyStorage
 from unisono.cli.tuning.study_table import TrialRow
-from unisono.cli.tuning.trial_process import POLL_SECONDS, VALUES, TrialProcess
+from unisono.cli.tuning.trial_process import POLL_SECONDS, STOPPED, VALUES, TrialProcess
 from unisono.cli.tuning.trial_values import TrialValues
 from unisono.config import CommandLine, nearest_name, shown
 from unisono.errors import SettingsError, StudyError
 from unisono.report.result_file import read_result
 
 STATES = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned", TrialState.FAIL: "failed"}
-
-
-STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Exit statuses of a run that was stopped outside of its loop: it repeats the steps since its newest checkpoint."""
 
 
 @dataclass

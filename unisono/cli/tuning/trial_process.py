@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.manifest import any_of
 from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR, is_in_use, stop_run, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.environment import inherited, variables
@@ -28,6 +29,9 @@ TRIAL = "trial.json"
 POLL_SECONDS = 0.05
 """Time between two looks at a run."""
 
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+"""Exit statuses of a run that was stopped outside of its loop: it repeats the steps since its newest checkpoint."""
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -39,6 +43,7 @@ class TrialProcess:
         script: The script.
         request: The flags of the run, with the settings of the trial.
         run_dir: Its run directory.
+        pause: The number of steps of the run after which it pauses; 0: it does not.
         slots: The places of its processes among those of the study; (): it is not running.
         began: The time of the newest start, in seconds since 1970.
     """
@@ -46,6 +51,7 @@ class TrialProcess:
     script: Path
     request: RunRequest
     run_dir: Path
+    pause: int = 0
     slots: tuple[int, ...] = ()
     began: float = 0.0
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -56,10 +62,13 @@ class TrialProcess:
         self.release()
         write(self.run_dir / TRIAL, json.dumps(self._record()) + "\n")
         self.slots, self.began = tuple(slots), time.time()
-        resume = (self.run_dir / "settings.toml").exists()  # without a checkpoint, it starts from the beginning
+        # Without a checkpoint, a run that resumes starts from the beginning.
+        resume = (self.run_dir / "settings.toml").exists() or any_of(self.run_dir)
+        accepted = self.request.accept_change if resume else ()
         sets = (*self.request.sets, CHECKPOINTS_IN_RUN_DIR)
-        trace = f"{VALUES}:{(self.run_dir / VALUES).absolute()}"
+        trace = f"{f'interval:{self.pause}' if self.pause else VALUES}:{(self.run_dir / VALUES).absolute()}"
         request = replace(self.request, sets=sets, run_dir=None, resume=resume, json=True, trace=trace)
+        request = replace(request, accept_change=accepted)
         words = [sys.executable, "-P", "-m", "unisono.cli.main", "run", str(self.script), "--ranks", str(len(slots))]
         with (self.run_dir / "output").open("ab") as output:
             self._process = subprocess.Popen(

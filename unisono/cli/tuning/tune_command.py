@@ -18,6 +18,7 @@ from unisono.cli.request.run_dir import RUNS, lock_run_dir, write
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.start.sigterm import ended_by_sigterm
+from unisono.cli.tuning.population.population_flags import PopulationFlags
 from unisono.cli.tuning.search_space import Dimension
 from unisono.cli.tuning.study_checks import (
     as_before,
@@ -56,9 +57,10 @@ def tune(
     ranks: Annotated[int, WHOLE, Parameter(name=("--ranks", "-n"), metavar="N", group=WHERE)] = 1,
     at_once: Annotated[int, WHOLE, Parameter(metavar="N", show_default=False, group=WHERE)] = 0,
     no_move: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False,
+    flags: PopulationFlags = PopulationFlags(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
 ) -> int:
-    """Search settings of a script, with Optuna's samplers and pruners. Each trial is a run.
+    """Search settings of a script, with Optuna's samplers and pruners, or with a population. Each trial is a run.
 
     A study has the same trials and results on any number of processes, and after it was killed: --resume continues it,
     with everything that was typed at first.
@@ -110,13 +112,13 @@ def _tuned(
     ranks: int,
     at_once: int,
     no_move: bool,
+    flags: PopulationFlags,
     request: RunRequest,
 ) -> int:
     """Check everything that was typed, and run the study."""
-    words = _words(locals(), NOT_TYPED)
-    line = request.line("unisono", "tune", target, *words)
-    if find_spec("optuna") is None:
-        raise SettingsError("unisono tune needs the package optuna.", "It is not installed.", INSTALL)
+    given = locals()
+    words = _words(given, NOT_TYPED)
+    line = request.line("unisono", "tune", target, *words, *flags.words())
     folder = request.run_dir or RUNS / f"{Path(target).stem}-tune"
     is_new = not (folder / FILE).is_file()
     where = {"ranks": ranks, "at_once": at_once, "no_move": no_move}
@@ -126,6 +128,13 @@ def _tuned(
     for flag, number in counts.items():
         if number is not None and number < (0 if flag == "--at-once" else 1):
             problems.append(Problem(f"{flag} {number} is out of range.", "At least 1.", str(line.flag(flag, "1"))))
+    if flags.population is not None or "population" in before:
+        from unisono.cli.tuning.population.population_command import tune_population
+
+        return tune_population(given, flags, request, folder, before, problems, line)
+    problems += flags.problems_without_population(line)
+    if find_spec("optuna") is None:
+        raise SettingsError("unisono tune needs the package optuna.", "It is not installed.", INSTALL)
     request = as_before(request, before)
     search = search or tuple(before.get("search", ()))
     dimensions = dimensions_of(search, request, line, problems) if search or not problems else []

@@ -4,6 +4,8 @@
                            {"step": 12, "t": 1760000000.2, "values": {"accuracy": 0.5}}
                            {"end": 100, "left": false, "process_seconds": 3.2, "memory": 123456}
 
+The run of a member of a population pauses after a number of steps: it saves and leaves as after a signal.
+
 Each process writes its own file, since any of them may die. A line is in the file once it is written, so a process
 that is killed loses nothing that it has logged. After a resume, steps that are computed again are there twice.
 
@@ -17,11 +19,13 @@ import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unisono.errors import RunStopped
 from unisono.security.file_modes import make_folder, open_like_folder
 from unisono.train.context import Inspection, LoopParts, RunContext
 from unisono.train.diagnostics.timed_steps import peak_memory
@@ -72,10 +76,11 @@ class ValueRecorder(Extension):
     Args:
         file: the file of this process.
         context: the context of the run.
+        pause: the number of steps of the run after which it pauses; 0: it does not.
     """
 
-    def __init__(self, file: ValueFile, context: RunContext, parts: LoopParts) -> None:
-        self._file, self._context = file, context
+    def __init__(self, file: ValueFile, context: RunContext, parts: LoopParts, *, pause: int = 0) -> None:
+        self._file, self._context, self._pause = file, context, pause
         self._seconds, self._began, self._steps = 0.0, 0.0, 0
         progress, models = context.progress, context.models.modules
         file.write(
@@ -84,10 +89,15 @@ class ValueRecorder(Extension):
             ranks=context.group.size,
             virtual_ranks=context.settings.virtual_ranks,
             parameters=sum(p.numel() for model in models for p in model.parameters()),
+            shapes=shapes_of(context),
         )
 
     def before_step(self, step: StepState) -> None:
         self._began = time.perf_counter()
+        if self._pause and step.number + 1 >= self._pause and self._pause < self._context.progress.last:
+            self._context.progress.leaving = True
+            if step.number >= self._pause:  # it was killed after it had saved
+                raise RunStopped
 
     def after_step(self, step: StepState) -> None:
         self._seconds += time.perf_counter() - self._began
@@ -106,6 +116,26 @@ class ValueRecorder(Extension):
             steps=self._steps,
             memory=peak_memory(self._context.device),
         )
+
+
+def shapes_of(context: RunContext) -> int:
+    """Return a number that tells shapes of parameters apart; 0: processes hold other ones, so it says nothing."""
+    if context.mesh.pipeline.size > 1 or context.mesh.tensor.size > 1:
+        return 0
+    shapes = [(name, [*p.shape]) for model in context.models.modules for name, p in sorted(model.named_parameters())]
+    return zlib.crc32(json.dumps(shapes).encode()) + 1
+
+
+def record_interval(request: str, rank: int) -> Inspection:
+    """Return an inspection that records values until the run pauses.
+
+    Args:
+        request: the number of steps, a colon, and the folder for the files.
+        rank: of this process.
+    """
+    pause, _, folder = request.partition(":")
+    file = ValueFile(Path(folder) / f"rank-{rank}.jsonl")
+    return Inspection(partial(ValueRecorder, file, pause=int(pause)), on_log=file.log)
 
 
 def record_values(request: str, rank: int) -> Inspection:
