@@ -66,13 +66,7 @@ def tune_population(
     request = as_before(request, before)
     search = given["search"] or tuple(before.get("search", ()))
     dimensions = dimensions_of(search, request, line, problems) if search or not problems else []
-    objectives = [(name, way) for way in ("minimize", "maximize") for name in given[way]]
-    objectives = objectives or [(name, way) for name, way in before.get("objectives", [("loss", "minimize")])]
-    problems += problems_of_objectives(objectives, "", line)
-    if len(objectives) > 1:
-        facts = f"The objectives are {', '.join(name for name, _ in objectives)}, and members are ranked by one."
-        name, way = objectives[-1]
-        problems.append(Problem("A population has one objective.", facts, str(line.without(f"--{way}", name))))
+    objectives = _objectives(given, before, line, problems)
     if problems:
         raise SettingsError.of(problems)
     plain = plain_request(request)
@@ -109,6 +103,20 @@ def tune_population(
         line=line,
     )
     return _run(study, as_json=request.json)
+
+
+def _objectives(
+    given: Mapping[str, Any], before: Mapping[str, Any], line: CommandLine, problems: list[Problem]
+) -> list[tuple[str, str]]:
+    """Return the objectives with their directions, and add what is wrong with them to the problems."""
+    found = [(name, way) for way in ("minimize", "maximize") for name in given[way]]
+    found = found or [(name, way) for name, way in before.get("objectives", [("loss", "minimize")])]
+    problems += problems_of_objectives(found, "", line)
+    if len(found) > 1:
+        facts = f"The objectives are {', '.join(name for name, _ in found)}, and members are ranked by one."
+        name, way = found[-1]
+        problems.append(Problem("A population has one objective.", facts, str(line.without(f"--{way}", name))))
+    return found
 
 
 def _problems_of_run(
