@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from unisono.checkpoint.manifest import MANIFEST
+from unisono.cli.request.run_options import RunRequest
 from unisono.cli.tuning.population.exploit_explore import (
     Rules,
     Turn,
@@ -21,11 +24,12 @@ from unisono.cli.tuning.population.exploit_explore import (
     uniform,
 )
 from unisono.cli.tuning.population.lineage import Generation, Period, copy_lines, lines_of, result_of, schedule_of
-from unisono.cli.tuning.population.member_segment import SegmentResult, copy_checkpoint
+from unisono.cli.tuning.population.member_segment import MemberSegment, SegmentResult, copy_checkpoint
 from unisono.cli.tuning.population.population_flags import PopulationFlags, factors_of, problems_of_space
 from unisono.cli.tuning.population.population_record import PopulationRecord
 from unisono.cli.tuning.population.population_run import equals_of
 from unisono.cli.tuning.search_space import Choice, Dimension, dimension_of
+from unisono.cli.tuning.trial_process import TrialProcess
 from unisono.config import CommandLine
 from unisono.errors import StudyError
 
@@ -250,3 +254,20 @@ def test_a_checkpoint_is_copied_as_a_whole(tmp_path: Path) -> None:
     assert copy_checkpoint(tmp_path / "parent", target) == sha256  # the member has trained on: nothing is copied
     with pytest.raises(StudyError, match="has no checkpoint"):
         copy_checkpoint(tmp_path, target)
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("CheckpointError", True), ("NotFiniteError", False)])
+def test_a_member_that_diverges_at_once_is_not_refused(tmp_path: Path, kind: str, refused: bool) -> None:
+    source = tmp_path / "parent" / "checkpoints" / "step-00000005"
+    source.mkdir(parents=True)
+    (source / MANIFEST).write_text("{}")
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    ended.wait()
+    process = TrialProcess(Path("train.py"), RunRequest(), tmp_path / "child", 10, _process=ended)
+    segment = MemberSegment(Turn(0, 1, {"lr": 0.1}), process, 5, 1)
+    segment.prepare(tmp_path / "parent")
+    process.output.write_text("step 5\n" + json.dumps({"error": {"type": kind, "message": "It failed.\nMore."}}) + "\n")
+    assert segment.is_refused == refused
+    result = segment.ended("loss")
+    assert (result.value, result.reason, result.begin, result.end) == (None, "It failed.", 5, 5)
+    assert segment.result() == result

@@ -70,7 +70,7 @@ class TrialProcess:
         request = replace(self.request, sets=sets, run_dir=None, resume=resume, json=True, trace=trace)
         request = replace(request, accept_change=accepted)
         words = [sys.executable, "-P", "-m", "unisono.cli.main", "run", str(self.script), "--ranks", str(len(slots))]
-        with (self.run_dir / "output").open("ab") as output:
+        with self.output.open("ab") as output:
             self._process = subprocess.Popen(
                 [*words, *request.arguments(self.run_dir)],
                 stdin=subprocess.DEVNULL,
@@ -131,14 +131,21 @@ class TrialProcess:
         if self._process is not None:
             self._process.wait()
 
+    @property
+    def output(self) -> Path:
+        """The file with everything that the run prints."""
+        return self.run_dir / "output"
+
+    def error(self) -> dict[str, Any]:
+        """Return the error with which the run ended, as --json prints it; {}: it printed none."""
+        lines = self.output.read_text(encoding="utf-8", errors="replace").splitlines() if self.output.is_file() else []
+        found = ((parse(lines[-1]) if lines else None) or {}).get("error")
+        return found if isinstance(found, dict) else {}
+
     def reason(self) -> str:
         """Return why the run failed, in one line."""
-        output = self.run_dir / "output"
-        lines = output.read_text(encoding="utf-8", errors="replace").splitlines() if output.is_file() else []
-        found = parse(lines[-1]) if lines else None
-        error = (found or {}).get("error")
-        text = str(error.get("message", "")) if isinstance(error, dict) else ""
-        return next(iter(text.strip().splitlines()), f"exit status {self.status}, see {output}")
+        text = str(self.error().get("message", ""))
+        return next(iter(text.strip().splitlines()), f"exit status {self.status}, see {self.output}")
 
 
 def devices_of(slots: Sequence[int]) -> dict[str, str]:

@@ -25,7 +25,7 @@ from unisono.cli.request.run_dir import write
 from unisono.cli.tuning.population.exploit_explore import Turn
 from unisono.cli.tuning.trial_process import STOPPED, VALUES, TrialProcess
 from unisono.cli.tuning.trial_values import TrialValues
-from unisono.errors import StudyError
+from unisono.errors import NotFiniteError, StudyError
 from unisono.json_forms import parse
 from unisono.report.result_file import read_result
 from unisono.security.file_modes import make_folder
@@ -106,7 +106,10 @@ class MemberSegment:
     def is_refused(self) -> bool:
         """Whether its run has ended with an error before it made a step from the checkpoint of its parent."""
         self.values.read()
-        return bool(self._began_with) and self.process.status not in (0, *STOPPED) and not self.values.by_step
+        failed = self.process.status not in (0, *STOPPED)
+        if not (failed and self._began_with) or self.values.by_step:
+            return False
+        return self.process.error().get("type") != NotFiniteError.__name__  # diverging is no refusal
 
     def ended(self, name: str) -> SegmentResult:
         """Return the result of a run whose process has ended, and write it down.
