@@ -94,7 +94,7 @@ def kills(folder: Path, trials: int, count: int, seed: int, longest: float) -> d
     draw, killed, places = random.Random(seed), 0, list[int]()
     there = folder / "killed"
     shutil.rmtree(there, ignore_errors=True)
-    there.mkdir()
+    there.mkdir(parents=True)
     while killed < count:
         places.append(draw.randint(1, 4))
         resume = ["--resume"] if (there / "out" / "study.json").exists() else []
