@@ -253,6 +253,17 @@ class BatchBody:
         self.divided = self.divided or found
         return found and self.facts.value(divisor) not in (None, 0) and self._accumulates(divisor)
 
+    def _undivided(self, node: Any) -> Any:
+        """Return the line that computes the loss without a division by the number of accumulated batches."""
+        small = one(node)
+        value = small.value
+        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
+            if self._accumulates(value.right):
+                self.divided = True
+                left = value.left.with_changes(lpar=[], rpar=[]) if value.left.lpar else value.left
+                return node.with_changes(body=[small.with_changes(value=left)])
+        return node
+
     def _accumulates(self, divisor: Any) -> bool:
         return any(_is_modulo(each) and text(each.right) == text(divisor) for each in walk(self.loop.batches))
 
@@ -260,11 +271,11 @@ class BatchBody:
 
     def _place(self, node: Any) -> None:
         """Add a statement to the part of the step that it belongs to."""
-        changed = self.with_step_values(node)
+        changed = self.with_step_values(node, bare=self._seen)
         used = names(changed)
         depends = bool(used & self.tainted)
-        if isinstance(node, cst.SimpleStatementLine) and assigned(node) is not None and self._makes_loss(node):
-            self.inner.append(node)
+        if self._makes_loss(node):
+            self.inner.append(self._undivided(node))
             self.tainted |= {self.loss} if self.loss else set()
         elif self.loss in names(node) and not (used & self.tainted - {self.loss}) and changed is not node:
             (self.after if self._stepped else self.middle).append(changed)
@@ -278,7 +289,7 @@ class BatchBody:
             (self.after if self._stepped else self.middle).append(changed)
 
     def _makes_loss(self, node: Any) -> bool:
-        found = assigned(node)
+        found = assigned(node) if isinstance(node, cst.SimpleStatementLine) else None
         return found is not None and self.loss in {dotted(target) for target in found[0]}
 
     def _draws(self, node: Any) -> bool:
@@ -304,15 +315,28 @@ class BatchBody:
         self.after.append(statement(f"{target} += {f'int({total})' if counts else total}"))
         return True
 
-    def with_step_values(self, node: Any) -> Any:
-        """Return a statement in which the loss and the size of the batch are those of the step."""
+    def with_step_values(self, node: Any, *, bare: bool) -> Any:
+        """Return a statement in which the loss and the size of the batch are those of the step.
+
+        Args:
+            bare: whether the variable of the loss alone is replaced, too.
+        """
+        if self._makes_loss(node):
+            return node
         small = one(node)
         is_sum = isinstance(small, cst.AugAssign)
         several = self.accumulated > 1 and not self.divided and is_sum
 
+        skipped = {each.attr for each in walk(node) if isinstance(each, cst.Attribute)}
+        skipped |= {each.keyword for each in walk(node) if isinstance(each, cst.Arg)}
+
         def change(original: Any, updated: Any) -> Any:
-            if isinstance(updated, cst.Call) and self._reads_loss(original):
-                return expression(f"({self.accumulated} * step.loss)" if several else "step.loss")
+            is_name = isinstance(original, cst.Name) and original not in skipped
+            is_loss = is_name and bare and original.value == self.loss
+            if (isinstance(original, cst.Call) and self._reads_loss(original)) or is_loss:
+                is_number = re.search(r"(\.item\(\)|\.tolist\(\))$|^float\(", text(original))
+                value = "step.loss" if is_number else "torch.tensor(step.loss)"
+                return expression(f"({self.accumulated} * {value})" if several else value)
             if isinstance(original, cst.Subscript | cst.Call) and self._is_size(original):
                 return expression("step.samples")
             if isinstance(updated, cst.BinaryOperation) and not is_sum and self.divided and _undoes(original, self):
@@ -325,8 +349,9 @@ class BatchBody:
         """Return whether a call reads the value of the loss: loss.item(), loss.detach().item(), float(loss)."""
         code = re.sub(r"\s", "", text(call))
         loss = re.escape(self.loss)
-        steps = r"(\.detach\(\)|\.clone\(\)|\.cpu\(\)|\.data|\.mean\(\)|\.item\(\))*"
-        return bool(re.fullmatch(rf"{loss}{steps}\.(item|detach|numpy|tolist)\(\)|float\({loss}{steps}\)", code))
+        one_ = r"(\.data|\.(detach|clone|cpu|mean|item|float|double|numpy|tolist)\(\))"
+        ends = r"\.(item|detach|clone|cpu|float|double|numpy|tolist)\(\)"
+        return bool(re.fullmatch(rf"{loss}{one_}*{ends}|float\({loss}{one_}*\)", code))
 
     def _is_size(self, node: Any) -> bool:
         """Return whether an expression is the number of samples of the batch: len(x), x.size(0), x.shape[0]."""

@@ -37,6 +37,8 @@ def _read_names(module: Any) -> set[str]:
         if isinstance(node, cst.Name) and id(node) not in stored:
             found.add(node.value)
         for child in node.children:
+            if isinstance(node, cst.Attribute) and child is node.attr:
+                continue
             if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Param) and child is node.name:
                 continue
             if isinstance(node, cst.Arg) and child is node.keyword:
@@ -73,11 +75,12 @@ def _without_empty(module: Any, before: Any) -> Any:
 def _without_unread(module: Any, were_used: set[str]) -> Any:
     """Return the module without functions, and plain variables, that were read before and are not now."""
     dead = were_used - _read_names(module)
+    fields = {line for each in walk(module) if isinstance(each, cst.ClassDef) for line in body_of(each)}
 
     def change(original: Any, updated: Any) -> Any:
         if isinstance(original, cst.FunctionDef) and original in module.body and original.name.value in dead:
             return cst.RemoveFromParent()
-        found = assigned(original) if isinstance(original, cst.SimpleStatementLine) else None
+        found = assigned(original) if isinstance(original, cst.SimpleStatementLine) and original not in fields else None
         if found is not None and all(isinstance(target, cst.Name) and target.value in dead for target in found[0]):
             if not any(isinstance(each, cst.Call | cst.Await | cst.Yield) for each in walk(found[1])):
                 return cst.RemoveFromParent()

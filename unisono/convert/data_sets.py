@@ -14,6 +14,7 @@ from unisono.convert.syntax import (
     argument,
     assigned,
     called,
+    calls,
     dotted,
     expression,
     names,
@@ -28,6 +29,8 @@ from unisono.convert.syntax import (
 
 SAMPLERS = "give run.steps a data set that draws its samples (docs/guide/data.md#sampling-with-weights)."
 STEPS_PER_EPOCH = "steps_per_epoch"
+DATA = "_data_of_the_run"
+"""Stands for the data set until the names of the loader are replaced."""
 
 
 @dataclass
@@ -35,33 +38,40 @@ class TrainingData:
     """The data of the training loop.
 
     Attributes:
-        call: the call of DataLoader.
+        origin: the call of DataLoader.
+        call: the same with the arguments that the script keeps in a dict.
         loaders: the names of the loader in the script.
         data: the expression for the data set, in the function with the loop.
         batch: the samples of a batch of one process; None if the script does not show it.
         steps: further arguments of run.steps.
         notes: notes for the settings.
+        counted: whether `steps_per_epoch` is assigned where the loader was.
+        kept: whether the loader stays, because another loop reads it.
     """
 
+    origin: Any
     call: Any
     loaders: set[str]
     data: str = ""
     batch: int | None = None
     steps: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    counted: bool = False
+    kept: bool = False
 
     @classmethod
     def of(cls, facts: Facts, loop: TrainingLoop) -> TrainingData:
         """Read the call of DataLoader. Raises SettingsError for orders and data sets that run.steps does not have."""
         role = facts.role(loop.loader)
         assert role is not None
-        call = role.node
-        loaders = {name for name, each in facts.roles.items() if each.node is call}
-        found = cls(call, loaders | {text(loop.loader)})
+        call = _expanded(facts, role.node)
+        loaders = {name for name, each in facts.roles.items() if each.node is role.node}
+        found = cls(role.node, call, loaders | {text(loop.loader)})
         if (own := argument(call, "batch_sampler")) is not None and text(own) != "None":
             raise facts.refuse(call, "the DataLoader has a batch sampler.", SAMPLERS)
         size = argument(call, "batch_size", 1)
-        value = 1 if size is None else facts.value(size)
+        hidden = any(arg.star != "" for arg in call.args)
+        value = facts.value(size) if size is not None else None if hidden else 1
         found.batch = value if isinstance(value, int) and value > 0 else None
         found._read_order(facts)
         if (collate := argument(call, "collate_fn")) is not None:
@@ -93,19 +103,20 @@ class TrainingData:
         if (data := argument(self.call, "dataset", 0)) is None:
             raise facts.refuse(self.call, "the DataLoader gets no data set by place or name.", "DataLoader(train_set)")
         self._refuse_iterable(facts, data)
-        path = path_to(facts.module, self.call)
+        path = path_to(facts.module, self.origin)
         site = next((each for each in reversed(path) if isinstance(each, cst.SimpleStatementLine)), None)
         host = loop.host if isinstance(loop.host, cst.FunctionDef) else None
         target = assigned(site) if site is not None else None
-        local = target is not None and target[1] is self.call and function_around(path) is host
+        local = target is not None and target[1] is self.origin and function_around(path) is host
         name = dotted(target[0][0]) if target is not None and len(target[0]) == 1 else ""
         simple = local and name and "." not in name and not self._is_parameter(facts, name)
-        if self._is_read_elsewhere(facts, loop):
+        if self._is_read_elsewhere(facts, loop) or self._is_shared(facts, path):
             self.data = dotted(data) if local and dotted(data) else f"{text(loop.loader)}.dataset"
+            self.loaders, self.kept = {text(loop.loader)}, True
             return facts.module
         if not simple:
             self.data = text(loop.loader)
-            return replace_node(facts.module, self.call, data)
+            return replace_node(facts.module, self.origin, data)
         new: list[Any] = []
         if dotted(data):
             self.data = dotted(data)
@@ -114,6 +125,7 @@ class TrainingData:
             self.data = next(each for each in ("train_set", "train_data", f"{name}_data") if each not in taken)
             new.append(statement(f"{self.data} = {text(data)}").with_changes(leading_lines=site.leading_lines))
         if _counts_batches(facts.module, self.loaders):
+            self.counted = True
             new.append(self.steps_per_epoch())
         return replace_node(facts.module, site, new)
 
@@ -127,6 +139,12 @@ class TrainingData:
                         do = "make it a unisono.Stream (docs/guide/streams.md), or a data set with an index."
                         raise facts.refuse(self.call, f"the data set {node.name.value} has no index.", do)
 
+    def _is_shared(self, facts: Facts, path: list[Any]) -> bool:
+        """Return whether the function that makes the loader makes others, too."""
+        maker = function_around(path)
+        function = next((each for each in facts.functions.values() if each.node is maker), None)
+        return function is not None and sum(facts.target(call) is function for call in calls(facts.module)) > 1
+
     def _is_parameter(self, facts: Facts, name: str) -> bool:
         return any(name in function.params for function in facts.functions.values())
 
@@ -135,11 +153,11 @@ class TrainingData:
         found = [each for each in walk(facts.module) if isinstance(each, cst.For) and each is not loop.batches]
         found = [each for each in found if each is not loop.epochs]
         roles = [facts.role(unwrapped(facts, each)[0]) for each in found]
-        return any(role is not None and role.node is self.call for role in roles)
+        return any(role is not None and role.node is self.origin for role in roles)
 
     def steps_per_epoch(self) -> Any:
         """Return the statement that counts the steps of an epoch."""
-        return statement(f"{STEPS_PER_EPOCH} = -(-len({self.data}) // run.settings.batch)  # optimizer steps")
+        return statement(f"{STEPS_PER_EPOCH} = -(-len({DATA}) // run.settings.batch)  # optimizer steps")
 
 
 def _counts_batches(node: Any, loaders: set[str]) -> bool:
@@ -157,7 +175,7 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
         near: whether `steps_per_epoch` is defined where the node is.
     """
     loaders = data.loaders
-    count = STEPS_PER_EPOCH if near else f"(-(-len({data.data}) // run.settings.batch))"
+    count = STEPS_PER_EPOCH if near else f"(-(-len({DATA}) // run.settings.batch))"
     batches = count if accumulated == 1 else f"({accumulated} * {count})"
 
     def change(original: Any, updated: Any) -> Any:
@@ -168,8 +186,6 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
         if isinstance(original, cst.Call):
             if _length_of(original) in loaders:
                 return expression(batches)
-            if text(original) in {f"len(next(iter({name}))[0])" for name in loaders}:
-                return expression("run.settings.batch")
             if text(original) in {f"next(iter({name}))" for name in loaders}:
                 raise facts.refuse(original, "a batch is taken from the DataLoader.", f"collate samples of {data.data}.")
         if isinstance(original, cst.Attribute) and text(original.value) in loaders:
@@ -179,15 +195,29 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
                 return expression("run.settings.batch")
         return updated
 
+    sizes = {f"len(next(iter({name}))[0])" for name in loaders}
+    node = transform(node, lambda _, new: expression("run.settings.batch") if _is_call_in(new, sizes) else new)
     changed = transform(node, change)
     plain = {name: data.data for name in loaders if "." not in name and data.data not in loaders}
-    return replace_chains(changed, plain) if plain and not _is_kept(changed, loaders) else changed
+    return changed if data.kept else replace_chains(changed, plain)
 
 
-def _is_kept(module: Any, loaders: set[str]) -> bool:
-    """Return whether a loader is still assigned: then other loops read it."""
-    found = [assigned(each) for each in walk(module) if isinstance(each, cst.SimpleStatementLine)]
-    return any(each is not None and any(dotted(target) in loaders for target in each[0]) for each in found)
+def _is_call_in(node: Any, codes: set[str]) -> bool:
+    return isinstance(node, cst.Call) and text(node) in codes
+
+
+def _expanded(facts: Facts, call: Any) -> Any:
+    """Return a call with the items of a dict of the script in place of `**name`."""
+    args: list[Any] = []
+    for arg in call.args:
+        table = next((each for each in facts.values.get(dotted(arg.value), []) if isinstance(each, cst.Dict)), None)
+        if arg.star != "**" or table is None:
+            args.append(arg)
+            continue
+        for element in table.elements:
+            if isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
+                args.append(cst.Arg(element.value, keyword=cst.Name(text(element.key).strip("\"'"))))
+    return call.with_changes(args=args)
 
 
 def is_set_epoch(node: Any) -> bool:

@@ -100,8 +100,7 @@ class EntryPoint:
         kept = [each for each in self.module.body if each not in self.moved + self.nested and each is not self.guard]
         inside = body_of(self.guard) if self.guard is not None else []
         entry, function = self._entry([*self.moved, *inside], kept, name, arguments_note)
-        if not arguments_note or not _parses(entry):
-            kept = [_with_note(each, arguments_note) for each in kept] if arguments_note else kept
+        kept = [_with_note(each, arguments_note) for each in kept]
         last = max((i for i, each in enumerate(kept) if is_import(each) or is_docstring(each)), default=-1)
         before, after = kept[: last + 1], kept[last + 1 :]
         blank = [cst.EmptyLine(), cst.EmptyLine()]
@@ -109,15 +108,23 @@ class EntryPoint:
         calls_main = calls_main.with_changes(leading_lines=blank)
         settings = settings.with_changes(leading_lines=[*blank, *settings.leading_lines])
         end = [function.with_changes(leading_lines=blank)] if function is not None else []
-        if after and not after[0].leading_lines:
-            after[0] = after[0].with_changes(leading_lines=blank)
-        return self.module.with_changes(body=[*before, settings, *after, *end, calls_main], footer=[])
+        if after:
+            after[0] = after[0].with_changes(leading_lines=[*blank, *_comments(after[0])])
+        whole = self.module.with_changes(body=[*before, settings, *after, *end, calls_main], footer=[])
+        return transform(whole, _without_blanks)
 
     def _move(self) -> None:
         """Find the statements of the module that only a run can execute, and those that need their names."""
         found = [each for each in self.module.body if not _is_definition(each) and each is not self.guard]
         if not self.loop_in_function and (self.guard is None or _has_steps(cst.Module(found))):
             self.moved = [each for each in found if not _is_constant(each)]
+            while True:
+                changed = {name for each in self.moved for name in assigned_names(each)}
+                more = [each for each in found if each not in self.moved and assigned_names(each) & changed]
+                if not more:
+                    break
+                self.moved += more
+            self.moved.sort(key=found.index)
             return
         taken: set[str] = set()
         for _ in found:
@@ -152,17 +159,28 @@ class EntryPoint:
         own = {each for node in body for each in assigned_names(node)}
         inner = [_nonlocal(each, own) for each in self.nested]
         inner = [each.with_changes(leading_lines=[cst.EmptyLine(), *_comments(each)]) for each in inner]
-        body = [_with_note(each, note) if note else each for each in body]
+        body = [_with_note(each, note) for each in body]
         if inner and body:
             body[0] = body[0].with_changes(leading_lines=[cst.EmptyLine(), *_comments(body[0])])
         made = statement(f"def {name}(run: unisono.Run[{settings}]) -> None:\n    pass")
         whole = [*inner, *body]
-        whole[0] = whole[0].with_changes(leading_lines=_comments(whole[0]))
+        whole = [whole[0].with_changes(leading_lines=_comments(whole[0])), *map(_with_one_blank, whole[1:])]
         return name, with_body(made, whole)
 
 
-def _parses(_: str) -> bool:
-    return False
+def _without_blanks(_: Any, node: Any) -> Any:
+    """Return a node without blanks on an empty line."""
+    if isinstance(node, cst.EmptyLine) and node.comment is None:
+        return cst.EmptyLine(indent=False)
+    return node
+
+
+def _with_one_blank(node: Any) -> Any:
+    """Return a statement with at most one empty line above it and its comments."""
+    lines = list(node.leading_lines)
+    while len(lines) > 1 and lines[0].comment is None and lines[1].comment is None:
+        lines.pop(0)
+    return node.with_changes(leading_lines=lines)
 
 
 def _comments(node: Any) -> list[Any]:

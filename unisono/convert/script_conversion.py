@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
 
 from unisono.convert.cleanup import cleaned
-from unisono.convert.data_sets import TrainingData, without_loader
+from unisono.convert.data_sets import DATA, TrainingData, without_loader
 from unisono.convert.entry_point import ARGUMENTS, EntryPoint, with_run
 from unisono.convert.loop_search import gathered, merged_no_sync
 from unisono.convert.model_placing import placed
@@ -26,6 +27,7 @@ from unisono.convert.syntax import (
     normalized,
     noted,
     notes_in,
+    replace_chains,
     replace_node,
     statement,
     statements,
@@ -101,8 +103,8 @@ def _spawned(facts: Facts) -> int | None:
     """Return the number of processes that mp.spawn starts, if the script says it."""
     for call in calls(facts.module):
         if facts.full_name(call.func) in SPAWN and (given := argument(call, "nprocs", 2)) is not None:
-            value = None if facts.kind(given) == "world" else facts.value(given)
-            return value if isinstance(value, int) and value > 0 else None
+            known = [given, *facts.values.get(dotted(given), [])]
+            return next((int(text(each)) for each in known if isinstance(each, cst.Integer)), None)
     return None
 
 
@@ -152,6 +154,7 @@ class _Conversion:
         steps = StepLoop.of(facts, loop, data)
         module = replace_node(facts.module, loop.outer, steps.statements())
         module = self._with_lengths(facts, module, data, steps.body.accumulated)
+        module = replace_chains(module, {DATA: data.data})
         facts.module = module
         module = placed(facts, self.notes)
         single = SingleProcess(facts)
@@ -170,14 +173,14 @@ class _Conversion:
 
     def _with_lengths(self, facts: Facts, module: Any, data: TrainingData, accumulated: int) -> Any:
         """Replace the loader's length by the number of steps, where that variable is defined or not."""
-        hosts = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _counts(each)]
+        hosts: list[Any] = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _counts(each)]
         if not hosts:
             return without_loader(facts, module, data, accumulated, near=_counts(module))
         module = transform(
             module,
             lambda old, new: without_loader(facts, new, data, accumulated, near=True) if old in hosts else new,
         )
-        return without_loader(facts, module, data, accumulated, near=False)
+        return module if data.kept else without_loader(facts, module, data, accumulated, near=False)
 
     def _with_imports(self, module: Any) -> Any:
         """Return the module with the imports of the new script."""
@@ -195,6 +198,9 @@ class _Conversion:
             if place < len(body) and is_import(body[place]):
                 new = new.with_changes(leading_lines=body[place].leading_lines)
                 body[place] = body[place].with_changes(leading_lines=[])
+            after = body[place] if place < len(body) else None
+            if after is not None and is_import(after) and not _is_standard(after):
+                body[place] = after.with_changes(leading_lines=[cst.EmptyLine()])
             body.insert(place, new)
         return with_body(module, body)
 
@@ -247,6 +253,13 @@ def _counts(node: Any) -> bool:
     return any(
         isinstance(each, cst.AssignTarget) and text(each.target) == "steps_per_epoch" for each in walk(node)
     )
+
+
+def _is_standard(node: Any) -> bool:
+    """Return whether an import is of the standard library."""
+    small = node.body[0]
+    first = small.module if isinstance(small, cst.ImportFrom) else small.names[0].name
+    return dotted(first).partition(".")[0] in sys.stdlib_module_names
 
 
 def _imported(node: Any) -> list[str]:

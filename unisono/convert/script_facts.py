@@ -160,6 +160,9 @@ class Facts:
         if isinstance(node, cst.Attribute):
             if self.kind(node.value) == "accelerator" and node.attr.value in ACCELERATOR:
                 return Role(ACCELERATOR[node.attr.value], node)
+            of_object = self.roles.get(f"self.{node.attr.value}")
+            if of_object is not None and of_object.kind in ("rank", "world") and dotted(node):
+                return of_object
             return Role("rank", node) if node.attr.value == "local_rank" else None
         if isinstance(node, cst.Subscript) and text(node.value) == "os.environ":
             return self._variable(node, text(node.slice[0]))
@@ -241,6 +244,7 @@ class Facts:
                 self._give(name, self.role(value))
         if full in SPAWN and node.args:
             spawned = self.functions.get(dotted(node.args[0].value))
+            self._give(dotted(argument(node, "nprocs", 2)), Role("world", node))
             if spawned is not None and spawned.params:
                 self._give(spawned.params[0], Role("rank", node))
                 rest = parts_of_value(argument(node, "args") or cst.Tuple([]))

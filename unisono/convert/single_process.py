@@ -85,6 +85,7 @@ class SingleProcess:
         self._in_text, self._stored = in_text, set(_stored(module))
         module = transform(module, self._change)
         module = transform(module, _fold)
+        module = transform(_with_constants(module, self.facts.module), _fold)
         module = transform(module, lambda _, new: self._open_guard(new))
         module = transform(module, lambda _, new: self._guard_saves(new))
         return transform(module, lambda _, new: self._note_evaluation(new))
@@ -349,14 +350,45 @@ def _is_guarded_save(node: Any) -> bool:
     return isinstance(node, cst.If) and text(node.test) == "run.is_main" and all(map(_is_save, body_of(node)))
 
 
+def _with_constants(module: Any, before: Any) -> Any:
+    """Return the module with what is now a constant in place of variables, and of functions that only return it."""
+    constants = ("True", "False", "run.is_main", "(not run.is_main)")
+    written: dict[str, list[str]] = {}
+    for each in walk(module):
+        if isinstance(each, cst.SimpleStatementLine) and (found := assigned(each)) is not None:
+            for target in found[0]:
+                written.setdefault(dotted(target), []).append(text(found[1]))
+    original = {text(each) for each in walk(before) if isinstance(each, cst.Assign)}
+    values = {name: codes[0] for name, codes in written.items() if len(codes) == 1 and codes[0] in constants}
+    values = {name: code for name, code in values.items() if name and f"{name} = {code}" not in original}
+    returned: dict[str, str] = {}
+    for each in module.body:
+        if isinstance(each, cst.FunctionDef) and len(body_of(each)) == 1:
+            code = text(body_of(each)[0]).removeprefix("return ")
+            if code in constants:
+                returned[each.name.value] = code
+    stored = set(_stored(module))
+
+    def change(old: Any, new: Any) -> Any:
+        if isinstance(old, cst.Call) and dotted(old.func) in returned:
+            return expression(returned[dotted(old.func)])
+        if isinstance(old, cst.Name | cst.Attribute) and old not in stored and dotted(old) in values:
+            return expression(values[dotted(old)])
+        return new
+
+    return transform(module, change)
+
+
 def _fold(_: Any, node: Any) -> Any:
     """Simplify what the rules leave: x / 1, seed + 0, if False."""
     if isinstance(node, cst.BinaryOperation):
         right = text(node.right)
         if right == "1" and isinstance(node.operator, cst.Divide | cst.FloorDivide | cst.Multiply):
             return node.left
-        if right == "0" and isinstance(node.operator, cst.Add | cst.Subtract):
+        if right == "0" and isinstance(node.operator, cst.Add | cst.Subtract | cst.BitOr | cst.BitXor):
             return node.left
+        if "0" in (right, text(node.left)) and isinstance(node.operator, cst.Multiply):
+            return expression("0")
     if isinstance(node, cst.AugAssign) and text(node.value) == "1":
         if isinstance(node.operator, cst.DivideAssign | cst.MultiplyAssign):
             return cst.RemoveFromParent()

@@ -9,6 +9,7 @@ from typing import Any
 import libcst as cst
 
 from unisono.convert.batch_body import BatchBody
+from unisono.convert.call_inlining import assigned_names
 from unisono.convert.data_sets import TrainingData, is_reset, is_set_epoch
 from unisono.convert.loop_search import TrainingLoop, find_backward
 from unisono.convert.script_facts import Facts
@@ -23,7 +24,6 @@ from unisono.convert.syntax import (
     names,
     noted,
     parts_of,
-    replace_chains,
     statement,
     text,
     transform,
@@ -34,6 +34,10 @@ from unisono.convert.syntax import (
 MEAN = (
     "the loss is taken for a mean over the samples of the batch. If it is a sum: leave mean=True out. If it is a mean over "
     "other items, such as tokens that are not masked: weight=their number."
+)
+SCHEDULE = (
+    "Accelerate stepped the prepared schedule {n} times for each step of the optimizer; here it steps once. Divide its "
+    "lengths by {n}."
 )
 RESUME = (
     "a resume restores what is tracked, and nothing else. Keep {names} in a dict, and pass it to run.track "
@@ -62,6 +66,9 @@ class StepLoop:
         body.divided = body.divided or _loss_of(facts, backward, body.accumulated) is not whole
         made = cls(facts, loop, data, body)
         made._read_epochs()
+        prepared = any(call.func.attr.value == "prepare" for call in _methods(facts, "accelerator"))
+        if prepared and facts.processes > 1 and any(facts.kind(_parsed(each)) == "scheduler" for each in body.steppers):
+            made.notes.append(SCHEDULE.format(n=facts.processes))
         return made
 
     def _read_epochs(self) -> None:
@@ -97,28 +104,26 @@ class StepLoop:
         if index and index in used:
             head.append(statement(f"{index} = {_plus(place, loop.first)}"))
         if starts and loop.epochs is not None:
-            first = with_body(statement(f"if {place} == 0:\n    pass"), starts)
+            first = with_body(statement(f"if {place} == 0:\n    pass"), [_first(starts[0]), *starts[1:]])
             head.append(first)
-        inner = with_body(statement(f"for {text(loop.target)} in step:\n    pass"), self._inner())
+        inner = with_body(statement(f"for {_bare(loop.target)} in step:\n    pass"), self._inner())
         clip = [f"clip={body.clip}"] if body.clip else []
         update = statement(f"step.update({', '.join([*body.steppers, *clip])})")
         after = [self._after(each) for each in body.after]
         log = [] if any("run.log(" in text(each) for each in after) else [statement("run.log(loss=step.loss)")]
         steps = [*head, *body.before, inner, *map(self._after, body.middle), update, *log, *after]
         if ends:
-            steps.append(with_body(statement("if step.ends_epoch:\n    pass"), [self._after(each) for each in ends]))
+            last = [self._after(each) for each in ends]
+            steps.append(with_body(statement("if step.ends_epoch:\n    pass"), [_first(last[0]), *last[1:]]))
         given = ", ".join([self.data.data, *self.data.steps])
         whole = with_body(statement(f"for step in run.steps({given}):\n    pass"), steps)
         new = [*(resets if loop.epochs is not None else starts)]
-        if any("steps_per_epoch" in names(each) for each in [*head, *steps]) and not self._is_counted():
+        counts = any("steps_per_epoch" in names(each) or self.data.loaders & _lengths(each) for each in [*head, *steps])
+        if counts and not self.data.counted:
             new.append(self.data.steps_per_epoch())
         new += [self._track(), whole]
         new[0] = new[0].with_changes(leading_lines=[*loop.outer.leading_lines, *new[0].leading_lines])
         return new
-
-    def _is_counted(self) -> bool:
-        found = [assigned(each) for each in walk(self.loop.host) if isinstance(each, cst.SimpleStatementLine)]
-        return any(each is not None and dotted(each[0][0]) == "steps_per_epoch" for each in found)
 
     def _epoch(self) -> str:
         return dotted(self.loop.epochs.target) if self.loop.epochs is not None else ""
@@ -140,9 +145,8 @@ class StepLoop:
     def _after(self, node: Any) -> Any:
         """Return a statement behind the inner loop, in which the loss is that of the step."""
         loss = self.body.loss
-        read = self.body.with_step_values(node) if loss else node
-        changed = replace_chains(read, {loss: "step.loss"}) if loss and loss in names(read) else read
-        own = self.body.tainted - {loss} - _assigned_in(changed)
+        changed = self.body.with_step_values(node, bare=True) if loss else node
+        own = self.body.tainted - {loss} - _assigned_in(changed) - assigned_names(changed)
         if lost := sorted(name for name in names(changed) & own if "." not in name and name != "_"):
             note = f"{', '.join(lost)}: of the last micro-batch of this process. Use step.add and step.mean instead."
             return noted(changed, note)
@@ -212,6 +216,30 @@ class StepLoop:
         outside = transform(self.loop.host, lambda old, new: _empty(old, new, self.loop.outer))
         before = {name for each in walk(outside) if isinstance(each, cst.SimpleStatementLine) for name in _assigned_in(each)}
         return sorted((written & before) - reset)
+
+
+def _methods(facts: Facts, kind: str) -> list[Any]:
+    """Return the calls of methods of the objects of one kind."""
+    found = [call for call in calls(facts.module) if isinstance(call.func, cst.Attribute)]
+    return [call for call in found if facts.kind(call.func.value) == kind]
+
+
+def _parsed(code: str) -> Any:
+    return cst.parse_expression(code)
+
+
+def _lengths(node: Any) -> set[str]:
+    """Return what a node takes the length of."""
+    return {text(call.args[0].value) for call in calls(node) if dotted(call.func) == "len" and len(call.args) == 1}
+
+
+def _bare(target: Any) -> str:
+    return text(target.with_changes(lpar=[], rpar=[]) if isinstance(target, cst.Tuple) else target)
+
+
+def _first(node: Any) -> Any:
+    """Return a statement without blank lines above it."""
+    return node.with_changes(leading_lines=[each for each in node.leading_lines if each.comment is not None])
 
 
 def _empty(old: Any, new: Any, loop: Any) -> Any:
