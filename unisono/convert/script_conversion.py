@@ -180,7 +180,8 @@ class _Conversion:
             module,
             lambda old, new: without_loader(facts, new, data, accumulated, near=True) if old in hosts else new,
         )
-        return module if data.kept else without_loader(facts, module, data, accumulated, near=False)
+        is_local = data.kept and not any("." in name for name in data.loaders)
+        return module if is_local else without_loader(facts, module, data, accumulated, near=False)
 
     def _with_imports(self, module: Any) -> Any:
         """Return the module with the imports of the new script."""

@@ -87,7 +87,9 @@ class SingleProcess:
         module = transform(module, _fold)
         module = transform(_with_constants(module, self.facts.module), _fold)
         module = transform(module, lambda _, new: self._open_guard(new))
-        module = transform(module, lambda _, new: self._guard_saves(new))
+        guards = [each for each in walk(module) if isinstance(each, cst.If) and "run.is_main" in text(each.test)]
+        inside = {each for guard in guards for each in walk(guard)}
+        module = transform(module, lambda old, new: new if old in inside else self._guard_saves(new))
         return transform(module, lambda _, new: self._note_evaluation(new))
 
     def _change(self, original: Any, updated: Any) -> Any:
@@ -281,8 +283,6 @@ class SingleProcess:
 
     def _guard_saves(self, node: Any) -> Any:
         """Put torch.save of all processes below `if run.is_main:`."""
-        if isinstance(node, cst.If) and "run.is_main" in text(node.test):
-            return transform(node, lambda _, new: new.body.body[0] if _is_guarded_save(new) and new is not node else new)
         if _is_save(node):
             guard = with_body(statement("if run.is_main:\n    pass"), [node.with_changes(leading_lines=[])])
             return guard.with_changes(leading_lines=node.leading_lines)
@@ -344,10 +344,6 @@ def _printed(node: Any) -> Any:
 def _is_save(node: Any) -> bool:
     call = called(node)
     return call is not None and dotted(call.func) == "torch.save"
-
-
-def _is_guarded_save(node: Any) -> bool:
-    return isinstance(node, cst.If) and text(node.test) == "run.is_main" and all(map(_is_save, body_of(node)))
 
 
 def _with_constants(module: Any, before: Any) -> Any:

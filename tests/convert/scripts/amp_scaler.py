@@ -27,7 +27,7 @@ def main():
             yb = yb.to(device)
             with torch.autocast(device_type=device, dtype=torch.bfloat16, enabled=use_amp):
                 logits = model(xb)
-                loss = F.cross_entropy(logits, yb)
+                loss = F.cross_entropy(logits.float(), yb)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -59,7 +59,7 @@ def demo(rank, world_size, epochs):
     model = ToyModel()
     ddp_model = DDP(model)
     loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = optim.SGD(ddp_model.parameters(), lr=0.01, momentum=0.9)
 
     for epoch in range(epochs):
         sampler.set_epoch(epoch)

@@ -59,7 +59,7 @@ else:
 
 torch.manual_seed(1337)
 ctx = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type="cpu", dtype=torch.bfloat16)
-dataset = Text("the quick brown fox jumps over the lazy dog. " * 24)
+dataset = Text("the quick brown fox jumps over the lazy dog. " * 23)
 sampler = DistributedSampler(dataset, shuffle=False) if ddp else None
 loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=True)
 model = TinyGPT()
