@@ -327,8 +327,8 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, kubernetes, ray, copy, bench, speedup, scale, plan, tune, check, prove, "
-            "audit, replay, verify, report, watch, top, doctor, logs, audit-log, fingerprint, profile, export, "
+            "The commands are run, slurm, kubernetes, ray, copy, convert, bench, speedup, scale, plan, tune, check, "
+            "prove, audit, replay, verify, report, watch, top, doctor, logs, audit-log, fingerprint, profile, export, "
             "predict.",
             "unisono --help",
         ),
@@ -400,7 +400,7 @@ def test_arguments_of_the_script_come_after_two_dashes(capsys: pytest.CaptureFix
     assert "Next: unisono run train.py --ranks 2 -- more words" in capsys.readouterr().err
     assert main(["fingerprint", "runs", "--", "more"]) == 2
     message = (
-        "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `check`, `prove`, "
-        "`audit` and `doctor` pass arguments to a script."
+        "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `convert`, `check`, "
+        "`prove`, `audit` and `doctor` pass arguments to a script."
     )
     assert message in capsys.readouterr().err

@@ -29,6 +29,7 @@ from unisono.cli.commands.profile import profile
 from unisono.cli.commands.prove import prove
 from unisono.cli.commands.replay import replay
 from unisono.cli.commands.run_command import run
+from unisono.cli.conversion.convert_command import convert
 from unisono.cli.inspect.audit_log import audit_log
 from unisono.cli.inspect.report import report
 from unisono.cli.inspect.top import top
@@ -58,6 +59,7 @@ Examples:
   unisono kubernetes train.py --image I write manifests for a cluster
   unisono ray train.py --ranks 8        train in actors of Ray
   unisono copy text train.py            copy a recipe, to change it
+  unisono convert ddp.py                convert a script for DDP or Accelerate
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
   unisono speedup train.py              try faster kernels
@@ -105,6 +107,11 @@ RAY = """\
 COPY = """\
   unisono copy text                      to text.py in the working directory
   unisono copy text train.py
+"""
+CONVERT = """\
+  unisono convert ddp.py                 to ddp_unisono.py, beside it
+  unisono convert ddp.py train.py --ranks 4
+  unisono convert ddp.py --no-check --force
 """
 KUBERNETES = """\
   unisono kubernetes train.py --ranks 16 --image IMAGE --claim runs | kubectl apply -f -
@@ -213,6 +220,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (kubernetes, TRAIN, KUBERNETES),
     (ray, TRAIN, RAY),
     (copy, TRAIN, COPY),
+    (convert, TRAIN, CONVERT),
     (bench, TRAIN, BENCH),
     (speedup, TRAIN, SPEEDUP),
     (scale, TRAIN, SCALE),
@@ -301,12 +309,12 @@ def _execute(words: Sequence[str]) -> int:
     """Parse a command line, and call its verb."""
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
-    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, scale, plan, tune):
+    if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, scale, plan, tune, convert):
         bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
     elif own:
         facts = (
-            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `check`, `prove`, "
-            "`audit` and `doctor` pass arguments to a script."
+            "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `convert`, `check`, "
+            "`prove`, `audit` and `doctor` pass arguments to a script."
         )
         raise SettingsError(f"Unexpected argument: {shlex.join(own)}", facts, shlex.join(["unisono", *flags]))
     return command(*bound.args, **bound.kwargs) or 0

@@ -82,7 +82,9 @@ class BatchBody:
                 count = self.facts.value(divisor)
                 if not isinstance(count, int) or count < 1:
                     do = f"give {text(divisor)} a value in the script, or a default."
-                    raise self.facts.refuse(each, f"the number of accumulated batches, {text(divisor)}, is unknown.", do)
+                    raise self.facts.refuse(
+                        each, f"the number of accumulated batches, {text(divisor)}, is unknown.", do
+                    )
                 self.accumulated = count
             attr = each.func.attr.value if isinstance(each, cst.Call) and isinstance(each.func, cst.Attribute) else ""
             role = self.facts.role(each.func.value) if attr == "accumulate" else None
@@ -103,7 +105,9 @@ class BatchBody:
                 self._visit_line(each)
             else:
                 if self._trains(each):
-                    raise self.facts.refuse(each, "backward or optimizer.step() is in a nested statement.", REFUSED_STEP)
+                    raise self.facts.refuse(
+                        each, "backward or optimizer.step() is in a nested statement.", REFUSED_STEP
+                    )
                 self._place(each)
 
     def _trains(self, node: Any) -> bool:
@@ -257,11 +261,14 @@ class BatchBody:
         """Return the line that computes the loss without a division by the number of accumulated batches."""
         small = one(node)
         value = small.value
-        if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
-            if self._accumulates(value.right):
-                self.divided = True
-                left = value.left.with_changes(lpar=[], rpar=[]) if value.left.lpar else value.left
-                return node.with_changes(body=[small.with_changes(value=left)])
+        if (
+            isinstance(value, cst.BinaryOperation)
+            and isinstance(value.operator, cst.Divide)
+            and self._accumulates(value.right)
+        ):
+            self.divided = True
+            left = value.left.with_changes(lpar=[], rpar=[]) if value.left.lpar else value.left
+            return node.with_changes(body=[small.with_changes(value=left)])
         return node
 
     def _accumulates(self, divisor: Any) -> bool:

@@ -74,7 +74,7 @@ def inlined(facts: Facts, function: Function, call: Any) -> Any:
         )
     body = [each for each in body_of(function.node) if not is_docstring(each)]
     last = one(body[-1]) if body else None
-    inside = walk(cst.Module([each for each in body[:-1]] if isinstance(last, cst.Return) else body))
+    inside = walk(cst.Module(list(body[:-1]) if isinstance(last, cst.Return) else body))
     if extra := next((each for each in inside if isinstance(each, cst.Return | cst.Yield)), None):
         do = f"let {function.name} return only at its end."
         raise facts.refuse(extra, f"{function.name}, which trains, returns before its end.", do)

@@ -66,7 +66,9 @@ def _without_empty(module: Any, before: Any) -> Any:
         if call is not None and dotted(call.func) in gone:
             return cst.RemoveFromParent()
         if isinstance(updated, cst.Try) and updated.finalbody is not None and not body_of(updated.finalbody):
-            return cst.FlattenSentinel(body_of(updated)) if not updated.handlers else updated.with_changes(finalbody=None)
+            return (
+                cst.FlattenSentinel(body_of(updated)) if not updated.handlers else updated.with_changes(finalbody=None)
+            )
         return updated
 
     return transform(module, change) if gone else module
@@ -81,9 +83,12 @@ def _without_unread(module: Any, were_used: set[str]) -> Any:
         if isinstance(original, cst.FunctionDef) and original in module.body and original.name.value in dead:
             return cst.RemoveFromParent()
         found = assigned(original) if isinstance(original, cst.SimpleStatementLine) and original not in fields else None
-        if found is not None and all(isinstance(target, cst.Name) and target.value in dead for target in found[0]):
-            if not any(isinstance(each, cst.Call | cst.Await | cst.Yield) for each in walk(found[1])):
-                return cst.RemoveFromParent()
+        if (
+            found is not None
+            and all(isinstance(target, cst.Name) and target.value in dead for target in found[0])
+            and not any(isinstance(each, cst.Call | cst.Await | cst.Yield) for each in walk(found[1]))
+        ):
+            return cst.RemoveFromParent()
         return updated
 
     return transform(module, change) if dead else module
@@ -109,5 +114,3 @@ def _without_imports(module: Any, were_used: set[str]) -> Any:
 
 def _bound(alias: Any) -> str:
     return str(alias.asname.name.value) if alias.asname is not None else dotted(alias.name).partition(".")[0]
-
-

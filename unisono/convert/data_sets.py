@@ -187,7 +187,9 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
             if _length_of(original) in loaders:
                 return expression(batches)
             if text(original) in {f"next(iter({name}))" for name in loaders}:
-                raise facts.refuse(original, "a batch is taken from the DataLoader.", f"collate samples of {data.data}.")
+                raise facts.refuse(
+                    original, "a batch is taken from the DataLoader.", f"collate samples of {data.data}."
+                )
         if isinstance(original, cst.Attribute) and text(original.value) in loaders:
             if original.attr.value == "dataset" and not data.kept:
                 return expression(data.data)

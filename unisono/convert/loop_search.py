@@ -13,7 +13,9 @@ from unisono.convert.syntax import Lines, argument, body_of, calls, dotted, repl
 from unisono.errors import SettingsError
 
 PASSES = "write the steps by hand, with a pass for each optimizer (docs/guide/passes.md)."
-BY_HAND = "write the loop by hand (docs/start/from-ddp.md), or bring it into this shape: for epoch in range(n): for x, y "
+BY_HAND = (
+    "write the loop by hand (docs/start/from-ddp.md), or bring it into this shape: for epoch in range(n): for x, y "
+)
 BY_HAND += "in loader: ..."
 
 
@@ -191,7 +193,9 @@ def merged_no_sync(facts: Facts) -> Any:
         if [text(each) for each in short] == [text(each) for each in whole[: len(short)]]:
             rest = whole[len(short) :]
             inside = node.body.with_changes(body=rest)
-            test = cst.UnaryOperation(cst.Not(), node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()]))
+            test = cst.UnaryOperation(
+                cst.Not(), node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+            )
             only = [cst.If(test=test, body=inside)] if rest else []
             return replace_node(facts.module, node, [*whole[: len(short)], *only])
     return facts.module

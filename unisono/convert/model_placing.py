@@ -92,11 +92,13 @@ def _creations(facts: Facts, function: Any, name: str) -> list[Any]:
         pair = assigned(each) if isinstance(each, cst.SimpleStatementLine) else None
         if pair is None or [dotted(target) for target in pair[0]] != [name]:
             continue
-        if function is not None or function_around(path_to(facts.module, each)) is None:
-            if dotted(moved(facts, pair[1])) != name and isinstance(pair[1], cst.Call):
-                found.append(pair[1])
-    prepared = [each for each in found if not dotted(each.func).endswith(".prepare")]
-    return prepared
+        if (
+            (function is not None or function_around(path_to(facts.module, each)) is None)
+            and dotted(moved(facts, pair[1])) != name
+            and isinstance(pair[1], cst.Call)
+        ):
+            found.append(pair[1])
+    return [each for each in found if not dotted(each.func).endswith(".prepare")]
 
 
 def _without_moves(facts: Facts, module: Any) -> Any:
@@ -109,13 +111,21 @@ def _without_moves(facts: Facts, module: Any) -> Any:
             small = original.body[0]
             value = pair[1] if pair is not None else getattr(small, "value", None)
             base = moved(facts, value) if isinstance(value, cst.Call) else None
-            if base is not None and base is not value and dotted(base) in models:
-                if pair is None or dotted(pair[0][0]) == dotted(base):
-                    if "run.place" not in text(updated):
-                        return cst.RemoveFromParent()
-        if isinstance(original, cst.Call) and facts.full_name(original.func) in WRAPPERS and original.args:
-            if isinstance(updated, cst.Call) and dotted(updated.func) != "run.place":
-                return updated.args[0].value
+            if (
+                base is not None
+                and base is not value
+                and dotted(base) in models
+                and ((pair is None or dotted(pair[0][0]) == dotted(base)) and "run.place" not in text(updated))
+            ):
+                return cst.RemoveFromParent()
+        if (
+            isinstance(original, cst.Call)
+            and facts.full_name(original.func) in WRAPPERS
+            and original.args
+            and isinstance(updated, cst.Call)
+            and dotted(updated.func) != "run.place"
+        ):
+            return updated.args[0].value
         return updated
 
     return transform(module, change)

@@ -40,8 +40,8 @@ from unisono.errors import SettingsError
 
 OTHERS = ("deepspeed", "horovod", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "colossalai", "ray")
 RANKS = (
-    "this is the batch of one process. If the script was started with N processes: --set batch={n}, or convert it again with "
-    "--ranks N."
+    "this is the batch of one process. If the script was started with N processes: --set batch={n}, or convert it again "
+    "with --ranks N."
 )
 NORM = (
     "batch norm normalizes each micro-batch, here batch / virtual_ranks samples. For the batches of the script: "
@@ -80,7 +80,9 @@ def convert(source: str, name: str, new_name: str, processes: int | None = None)
         module = normalized(cst.parse_module(source))
     except cst.ParserSyntaxError as error:
         facts = f"{error.message} It is: {(source.splitlines() or [''])[error.raw_line - 1].strip()[:80]}"
-        raise SettingsError(f"Line {error.raw_line}: this is no Python.", facts, f"python -m py_compile {name}") from None
+        raise SettingsError(
+            f"Line {error.raw_line}: this is no Python.", facts, f"python -m py_compile {name}"
+        ) from None
     lines = Lines(module)
     first = Facts.of(module, lines)
     _refuse_others(first, name)
@@ -96,7 +98,9 @@ def _refuse_others(facts: Facts, name: str) -> None:
         raise SettingsError(f"{name} is a script of Unisono already.", "It imports unisono.", f"unisono check {name}")
     if found := sorted(roots & set(OTHERS)):
         node = next(each for each in walk(facts.module) if is_import(each) and found[0] in text(each))
-        raise facts.refuse(node, f"scripts for {found[0]} are not converted.", "see docs/start/words.md#other-libraries.")
+        raise facts.refuse(
+            node, f"scripts for {found[0]} are not converted.", "see docs/start/words.md#other-libraries."
+        )
 
 
 def _spawned(facts: Facts) -> int | None:
@@ -186,7 +190,9 @@ class _Conversion:
     def _with_imports(self, module: Any) -> Any:
         """Return the module with the imports of the new script."""
         known = {name for each in module.body if is_import(each) for name in _imported(each)}
-        place = next((i for i, each in enumerate(module.body) if is_import(each) and "__future__" not in text(each)), None)
+        place = next(
+            (i for i, each in enumerate(module.body) if is_import(each) and "__future__" not in text(each)), None
+        )
         if place is None:
             place = 1 if module.body and is_docstring(module.body[0]) else 0
         last = max((i for i, each in enumerate(module.body) if is_import(each)), default=place - 1)
@@ -223,7 +229,9 @@ class _Conversion:
             fields.append(statement(f"micro_batch: int | None = {data.batch or 1}"))
         epochs = statement(f"epochs: int | None = {steps.epochs if steps.epochs is not None else 1}")
         unknown = steps.epochs is None
-        fields.append(noted(epochs, "the script does not show its number of epochs. --set epochs=10") if unknown else epochs)
+        fields.append(
+            noted(epochs, "the script does not show its number of epochs. --set epochs=10") if unknown else epochs
+        )
         if (precision := body.precision or _mixed_precision(facts)) not in ("", "no", "fp32"):
             fields.append(statement(f'precision: Literal["fp32", "bf16", "fp16"] = "{precision}"'))
             fields[-1] = statement(f'precision: str = "{precision}"')
@@ -244,16 +252,15 @@ class _Conversion:
             chain = dotted(each)
             full = facts.full_name(each) if chain else ""
             gone = full.startswith(("torch.distributed.", "accelerate.")) and full.partition(".")[2]
-            if (gone and isinstance(each, cst.Attribute | cst.Name) and not is_import(each)) or chain in wanted:
-                if facts.lines.of(each) > 1 or chain in wanted:
-                    do = "docs/start/words.md says what to write instead. Replace it, or take it out, and convert again."
-                    raise facts.refuse(each, f"the converter does not know {full or chain} here.", do)
+            if ((gone and isinstance(each, cst.Attribute | cst.Name) and not is_import(each)) or chain in wanted) and (
+                facts.lines.of(each) > 1 or chain in wanted
+            ):
+                do = "docs/start/words.md says what to write instead. Replace it, or take it out, and convert again."
+                raise facts.refuse(each, f"the converter does not know {full or chain} here.", do)
 
 
 def _counts(node: Any) -> bool:
-    return any(
-        isinstance(each, cst.AssignTarget) and text(each.target) == "steps_per_epoch" for each in walk(node)
-    )
+    return any(isinstance(each, cst.AssignTarget) and text(each.target) == "steps_per_epoch" for each in walk(node))
 
 
 def _is_standard(node: Any) -> bool:

@@ -222,15 +222,24 @@ class Facts:
         values = parts_of_value(value)
         if len(values) != len(targets):
             function = self.target(value) if isinstance(value, cst.Call) else None
-            results = [] if function is None else [
-                parts_of_value(each.value) for each in walk(function.node) if isinstance(each, cst.Return) and each.value
-            ]
+            results = (
+                []
+                if function is None
+                else [
+                    parts_of_value(each.value)
+                    for each in walk(function.node)
+                    if isinstance(each, cst.Return) and each.value
+                ]
+            )
             values = next((each for each in results if len(each) == len(targets)), [value] if len(targets) == 1 else [])
-        if isinstance(value, cst.Call) and dotted(value.func).endswith(".prepare"):
-            if self.kind(value.func.value) == "accelerator":
-                values = [arg.value for arg in value.args]
-                if len(values) != len(targets):
-                    values = []
+        if (
+            isinstance(value, cst.Call)
+            and dotted(value.func).endswith(".prepare")
+            and self.kind(value.func.value) == "accelerator"
+        ):
+            values = [arg.value for arg in value.args]
+            if len(values) != len(targets):
+                values = []
         for target, each in zip(targets, values, strict=False):
             role, chain = self.role(each), dotted(target)
             is_device = chain.rpartition(".")[2].rpartition("_")[2] in ("device", "dev") and role is None

@@ -103,9 +103,12 @@ class SingleProcess:
             return self._comparison(original, updated)
         if isinstance(original, cst.UnaryOperation) and isinstance(original.operator, cst.Not):
             return expression("run.is_main") if self.facts.kind(original.expression) == "rank" else updated
-        if isinstance(original, cst.Attribute) and original.attr.value == "module":
-            if self.facts.kind(original.value) == "model":
-                return updated.value
+        if (
+            isinstance(original, cst.Attribute)
+            and original.attr.value == "module"
+            and self.facts.kind(original.value) == "model"
+        ):
+            return updated.value
         if isinstance(original, cst.Name | cst.Attribute | cst.Subscript):
             return self._name(original, updated)
         if isinstance(original, cst.DictElement) and self._of_scaler(original.value):
@@ -159,7 +162,9 @@ class SingleProcess:
             bound = [arg for arg in original.args if arg.keyword is None and arg.star == ""]
             drop = {arg for arg, name in zip(bound, function.params, strict=False) if name in gone}
             drop |= {arg for arg in original.args if arg.keyword is not None and arg.keyword.value in gone}
-            return _with_args(updated, [new for old, new in zip(original.args, updated.args, strict=True) if old not in drop])
+            return _with_args(
+                updated, [new for old, new in zip(original.args, updated.args, strict=True) if old not in drop]
+            )
         return updated
 
     def _kept(self, function: Any, given: list[str], skipped: int) -> list[str]:
@@ -198,8 +203,8 @@ class SingleProcess:
             if right == "-1":
                 return expression("False" if operator == "NotEqual" else "True")
         if kind == "world" and right.isdigit():
-            table = {"GreaterThan": 1 > int(right), "Equal": int(right) == 1, "NotEqual": int(right) != 1}
-            table |= {"GreaterThanEqual": 1 >= int(right), "LessThan": 1 < int(right), "LessThanEqual": 1 <= int(right)}
+            table = {"GreaterThan": int(right) < 1, "Equal": int(right) == 1, "NotEqual": int(right) != 1}
+            table |= {"GreaterThanEqual": int(right) <= 1, "LessThan": int(right) > 1, "LessThanEqual": int(right) >= 1}
             return expression(str(table[operator])) if operator in table else updated
         return updated
 
@@ -231,18 +236,26 @@ class SingleProcess:
 
     def _assignment(self, original: Any, updated: Any, targets: list[Any], value: Any) -> Any:
         kinds = [self.facts.kind(target) for target in targets]
-        if isinstance(value, cst.Call) and dotted(value.func).endswith(".prepare"):
-            if self.facts.kind(value.func.value) == "accelerator":
-                return cst.RemoveFromParent()
+        if (
+            isinstance(value, cst.Call)
+            and dotted(value.func).endswith(".prepare")
+            and self.facts.kind(value.func.value) == "accelerator"
+        ):
+            return cst.RemoveFromParent()
         environ = isinstance(targets[0], cst.Subscript) and text(targets[0].value) == "os.environ"
         if environ and re.search(r"MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL", text(targets[0])):
             return cst.RemoveFromParent()
         if any(self.facts.full_name(call.func) in AUTOCAST for call in calls(value)) and len(targets) == 1:
             return cst.RemoveFromParent()
         if all(kind in GONE or kind == "device" for kind in kinds):
-            if dotted(value) and len(targets) == 1 and kinds == ["device"] and self.facts.kind(value) == "device":
-                if not isinstance(value, cst.Attribute):
-                    return updated
+            if (
+                dotted(value)
+                and len(targets) == 1
+                and kinds == ["device"]
+                and self.facts.kind(value) == "device"
+                and not isinstance(value, cst.Attribute)
+            ):
+                return updated
             devices = [target for target, kind in zip(targets, kinds, strict=True) if kind == "device"]
             if not devices:
                 return cst.RemoveFromParent()
@@ -333,9 +346,12 @@ def _printed(node: Any) -> Any:
     """Return a statement with run.print in place of print."""
 
     def change(original: Any, updated: Any) -> Any:
-        if isinstance(updated, cst.Call) and dotted(updated.func) == "print":
-            if all(arg.keyword is None for arg in updated.args):
-                return updated.with_changes(func=expression("run.print"))
+        if (
+            isinstance(updated, cst.Call)
+            and dotted(updated.func) == "print"
+            and all(arg.keyword is None for arg in updated.args)
+        ):
+            return updated.with_changes(func=expression("run.print"))
         return updated
 
     return transform(node, change)
@@ -385,9 +401,12 @@ def _fold(_: Any, node: Any) -> Any:
             return node.left
         if "0" in (right, text(node.left)) and isinstance(node.operator, cst.Multiply):
             return expression("0")
-    if isinstance(node, cst.AugAssign) and text(node.value) == "1":
-        if isinstance(node.operator, cst.DivideAssign | cst.MultiplyAssign):
-            return cst.RemoveFromParent()
+    if (
+        isinstance(node, cst.AugAssign)
+        and text(node.value) == "1"
+        and isinstance(node.operator, cst.DivideAssign | cst.MultiplyAssign)
+    ):
+        return cst.RemoveFromParent()
     if isinstance(node, cst.BooleanOperation):
         left, right = text(node.left), text(node.right)
         is_and = isinstance(node.operator, cst.And)

@@ -20,7 +20,6 @@ from unisono.convert.syntax import (
     called,
     calls,
     dotted,
-    expression,
     names,
     noted,
     parts_of,
@@ -32,8 +31,8 @@ from unisono.convert.syntax import (
 )
 
 MEAN = (
-    "the loss is taken for a mean over the samples of the batch. If it is a sum: leave mean=True out. If it is a mean over "
-    "other items, such as tokens that are not masked: weight=their number."
+    "the loss is taken for a mean over the samples of the batch. If it is a sum: leave mean=True out. If it is a mean "
+    "over other items, such as tokens that are not masked: weight=their number."
 )
 SCHEDULE = (
     "Accelerate stepped the prepared schedule {n} times for each step of the optimizer; here it steps once. Divide its "
@@ -86,7 +85,9 @@ class StepLoop:
         self.first_epoch = start if isinstance(start, int) else 0
         self.epochs = stop - self.first_epoch if isinstance(stop, int) else None
         if isinstance(ends[0], cst.Name | cst.Attribute) and len(ends) > 1:
-            note = f"the loop began at {text(ends[0])}. A run begins at epoch {self.first_epoch}; --resume continues it."
+            note = (
+                f"the loop began at {text(ends[0])}. A run begins at epoch {self.first_epoch}; --resume continues it."
+            )
             self.notes.append(note)
 
     # -- the new statements
@@ -214,7 +215,9 @@ class StepLoop:
         written = {name for each in ends for name in _assigned_in(each) if "." not in name}
         reset = {name for each in starts for name in _assigned_in(each)}
         outside = transform(self.loop.host, lambda old, new: _empty(old, new, self.loop.outer))
-        before = {name for each in walk(outside) if isinstance(each, cst.SimpleStatementLine) for name in _assigned_in(each)}
+        before = {
+            name for each in walk(outside) if isinstance(each, cst.SimpleStatementLine) for name in _assigned_in(each)
+        }
         return sorted((written & before) - reset)
 
 
@@ -277,9 +280,13 @@ def _loss_of(facts: Facts, backward: Any, accumulated: int) -> Any:
         owner = backward.args[0].value
     elif isinstance(owner, cst.Call) and facts.kind(getattr(owner.func, "value", owner)) == "scaler":
         owner = owner.args[0].value
-    if isinstance(owner, cst.BinaryOperation) and isinstance(owner.operator, cst.Divide):
-        if accumulated > 1 and facts.value(owner.right) == accumulated:
-            return owner.left
+    if (
+        isinstance(owner, cst.BinaryOperation)
+        and isinstance(owner.operator, cst.Divide)
+        and accumulated > 1
+        and facts.value(owner.right) == accumulated
+    ):
+        return owner.left
     return owner
 
 
@@ -308,5 +315,3 @@ def _is_mean(facts: Facts, body: BatchBody) -> tuple[bool, str]:
 def _makes(node: Any, loss: str) -> bool:
     found = assigned(node) if isinstance(node, cst.SimpleStatementLine) else None
     return found is not None and loss in {dotted(target) for target in found[0]}
-
-

@@ -66,9 +66,7 @@ def names(node: Any) -> set[str]:
         if (chain := dotted(each)) != "":
             parts = chain.split(".")
             found.update(".".join(parts[: i + 1]) for i in range(len(parts)))
-        elif isinstance(each, cst.Attribute):
-            visit(each.value)
-        elif isinstance(each, cst.Arg):
+        elif isinstance(each, (cst.Attribute, cst.Arg)):
             visit(each.value)
         else:
             for child in each.children:

@@ -37,7 +37,8 @@ def convert(
     `unisono check` compares a few steps of the new script on 1, 2 and 3 processes. If the shape of the training loop is
     not understood, the message names the line, and no file is written.
 
-    Exit status 1: the new script was written, and the check failed.
+    Exit status 1: the new script was written, and the check failed. With --json, the last line is the result of the
+    check; with --no-check, it has the notes and the difference.
 
     Parameters
     ----------
@@ -79,15 +80,13 @@ def convert(
         print(f"{plural(len(done.notes), 'note')} to read, each above the line that it is about:", file=screen)
     for number, note in done.notes:
         print(f"  {target.name}:{number}: {note}", file=screen)
-    if request.json:
+    if request.json and no_check:
         notes = [{"line": number, "note": note} for number, note in done.notes]
         print(json_.dumps({"path": str(target), "notes": notes, "diff": done.diff}))
     if no_check:
         print(f"Not checked. Next: unisono check {shlex.quote(str(target))}", file=screen)
         return 0
-    if request.json:
-        return 0
-    print(f"\nunisono check {shlex.quote(str(target))}", flush=True)
+    print(f"\nunisono check {shlex.quote(str(target))}", file=screen, flush=True)
     return check_script(str(target), request=request)
 
 

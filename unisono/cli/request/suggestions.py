@@ -69,6 +69,7 @@ OPERANDS = {
     "audit": ("the name of a recipe, the path of a script, or a run directory", "text"),
     "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),
+    "convert": ("the path of a script", "train.py"),
     "fingerprint": ("a run directory, or a checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or a checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
     "predict": ("a run directory, the data, and the file to write", "runs/NAME-TIME texts.txt labels.jsonl"),
