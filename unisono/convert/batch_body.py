@@ -116,6 +116,10 @@ class BatchBody:
     # -- compound statements
 
     def _visit_with(self, node: Any) -> None:
+        casts = any(self._is_autocast(item.item) for item in node.items)
+        if not casts and not self._trains(node) and not all(self._is_context(item.item) for item in node.items):
+            self._place(node)
+            return
         kept = []
         for item in node.items:
             if self._is_autocast(item.item):
@@ -192,7 +196,11 @@ class BatchBody:
                     self.steppers += [] if stepper in self.steppers else [stepper]
                     self._stepped = True
                 return
-            if attr in ("zero_grad", "unscale_") or (attr == "update" and facts.kind(owner) == "scaler"):
+            if (
+                attr in ("zero_grad", "unscale_")
+                or (owner is not None and dotted(owner) == self.loop.progress)
+                or (attr == "update" and facts.kind(owner) == "scaler")
+            ):
                 return
         if clip := self._clip_in([node]):
             self.clip = clip

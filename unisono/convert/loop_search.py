@@ -31,6 +31,7 @@ class TrainingLoop:
         target: the variables of a batch.
         index: the variable of enumerate; "" without it.
         first: the first value of `index`.
+        progress: the variable of a progress bar around the loader; "" without it.
     """
 
     host: Any
@@ -40,6 +41,7 @@ class TrainingLoop:
     target: Any
     index: str
     first: int
+    progress: str = ""
 
     @property
     def outer(self) -> Any:
@@ -62,9 +64,8 @@ def unwrapped(facts: Facts, loop: Any) -> tuple[Any, Any, str, int]:
     role = facts.roles.get(dotted(iterable))
     if role is not None and role.kind == "loader":
         return iterable, target, index, first
-    inner = facts.values.get(dotted(iterable), [None])[0]
-    if isinstance(inner, cst.Call) and facts.full_name(inner.func).rpartition(".")[2] == "tqdm" and inner.args:
-        return unwrapped(facts, loop.with_changes(iter=inner))
+    if (bar := _progress_bar(facts, dotted(iterable))) is not None:
+        return bar.args[0].value, target, index, first
     return iterable, target, index, first
 
 
@@ -174,7 +175,22 @@ def _training_loop(facts: Facts, host: Any, loops: list[Any], batches: Any) -> T
             do = "leave it out: --set steps=N ends a run after N steps, and run.stop() after the current one."
             raise facts.refuse(_line(facts, each), "the loop over batches is left before its end.", do)
     loader, target, index, first = unwrapped(facts, batches)
-    return TrainingLoop(host, epochs, batches, loader, target, index, first)
+    progress = dotted(_iterated(batches))
+    progress = progress if _progress_bar(facts, progress) is not None else ""
+    return TrainingLoop(host, epochs, batches, loader, target, index, first, progress)
+
+
+def _iterated(loop: Any) -> Any:
+    """Return what a loop iterates over, without enumerate."""
+    call = loop.iter
+    return call.args[0].value if isinstance(call, cst.Call) and dotted(call.func) == "enumerate" else call
+
+
+def _progress_bar(facts: Facts, name: str) -> Any:
+    """Return the call of tqdm that a variable is assigned; None if it is none."""
+    call = facts.values.get(name, [None])[0]
+    is_bar = isinstance(call, cst.Call) and facts.full_name(call.func).rpartition(".")[2] == "tqdm" and call.args
+    return call if is_bar else None
 
 
 def merged_no_sync(facts: Facts) -> Any:

@@ -40,8 +40,13 @@ from unisono.errors import SettingsError
 
 OTHERS = ("deepspeed", "horovod", "lightning", "pytorch_lightning", "lightning_fabric", "ignite", "colossalai", "ray")
 RANKS = (
-    "this is the batch of one process. If the script was started with N processes: --set batch={n}, or convert it again "
-    "with --ranks N."
+    "this is the batch of one process. If the script was started with N processes: --set batch={n}, or convert it "
+    "again with --ranks N."
+)
+TRACKERS = ("torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow", "trackio", "comet_ml", "aim")
+TRACKER = (
+    "every process writes to the tracker. Take it out, and type: --set track=tensorboard, wandb, mlflow or trackio "
+    "(docs/guide/trackers.md). run.log gives it values."
 )
 NORM = (
     "batch norm normalizes each micro-batch, here batch / virtual_ranks samples. For the batches of the script: "
@@ -86,6 +91,7 @@ def convert(source: str, name: str, new_name: str, processes: int | None = None)
     lines = Lines(module)
     first = Facts.of(module, lines)
     _refuse_others(first, name)
+    _refuse_processes(first)
     count = processes if processes is not None else _spawned(first)
     code = _Conversion(_without_conflicts(module), lines, count, new_name).code()
     changes = difflib.unified_diff(source.splitlines(True), code.splitlines(True), name, new_name)
@@ -101,6 +107,16 @@ def _refuse_others(facts: Facts, name: str) -> None:
         raise facts.refuse(
             node, f"scripts for {found[0]} are not converted.", "see docs/start/words.md#other-libraries."
         )
+
+
+def _refuse_processes(facts: Facts) -> None:
+    """Raise SettingsError if the script starts processes with multiprocessing.Process."""
+    for call in calls(facts.module):
+        if facts.full_name(call.func) in ("torch.multiprocessing.Process", "multiprocessing.Process"):
+            target = argument(call, "target", 1)
+            if target is not None and dotted(target) in facts.functions:
+                do = f"call {dotted(target)} once, without processes; unisono run starts them. Then convert it again."
+                raise facts.refuse(call, "the script starts processes itself.", do)
 
 
 def _spawned(facts: Facts) -> int | None:
@@ -164,6 +180,8 @@ class _Conversion:
         single = SingleProcess(facts)
         module = single.rewrite(module)
         self.notes += [*data.notes, *steps.notes, *single.notes]
+        if any(full.startswith(TRACKERS) for full in facts.imports.values()):
+            self.notes.append(TRACKER)
         module = cleaned(module, self.before)
         name = "RunSettings" if "Settings" in names(module) else "Settings"
         module = self._with_imports(module)

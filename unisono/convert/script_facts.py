@@ -44,6 +44,7 @@ KINDS = {
     "torch.GradScaler": "scaler",
     "accelerate.Accelerator": "accelerator",
     "contextlib.nullcontext": "context",
+    "torch.optim.swa_utils.AveragedModel": "average",
 }
 WRAPPERS = {name for name, kind in KINDS.items() if kind == "model"}
 AUTOCAST = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast"}
@@ -183,6 +184,8 @@ class Facts:
             return Role(KINDS[full], node)
         if full in ("os.getenv", "os.environ.get") and node.args:
             return self._variable(node, text(node.args[0].value))
+        if full == "copy.deepcopy" and node.args and self.kind(node.args[0].value) == "model":
+            return Role("average", node)
         if full in ("int", "torch.compile") and node.args:
             return self.role(node.args[0].value)
         if full.startswith("torch.optim.lr_scheduler.") or (full.startswith("transformers.") and "schedule" in full):

@@ -137,7 +137,16 @@ class StepLoop:
         place = statements.index(self.loop.batches)
         before, after = statements[:place], statements[place + 1 :]
         before = [each for each in before if not is_set_epoch(each) and not self._clears(each)]
+        if self.loop.progress:
+            before = [each for each in before if not self._shows_progress(each)]
+            after = [each for each in after if not self._shows_progress(each)]
         return before, [each for each in after if not self._clears(each)]
+
+    def _shows_progress(self, node: Any) -> bool:
+        """Return whether a statement makes or uses the progress bar around the loader."""
+        found, call = assigned(node), called(node)
+        made = found is not None and dotted(found[0][0]) == self.loop.progress
+        return made or (call is not None and dotted(call.func).startswith(f"{self.loop.progress}."))
 
     def _clears(self, node: Any) -> bool:
         call = called(node)
@@ -203,7 +212,8 @@ class StepLoop:
         models = sorted(inner & facts.of_kind("model")) or sorted(facts.of_kind("model"))[:1]
         host = names(self.loop.host)
         schedules = sorted(name for name in facts.of_kind("scheduler") & host if name not in body.steppers)
-        tracked = dict.fromkeys([*models, *body.steppers, *schedules])
+        averages = sorted(facts.of_kind("average") & host)
+        tracked = dict.fromkeys([*models, *averages, *body.steppers, *schedules])
         words = [f"{name.rpartition('.')[2].strip('_')}={name}" for name in tracked]
         call = statement(f"run.track({', '.join(words)})")
         kept = self._kept_values()
