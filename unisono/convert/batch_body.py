@@ -54,6 +54,7 @@ class BatchBody:
     accumulated: int = 1
     divided: bool = False
     precision: str = ""
+    autocast: bool = False
     before: list[Any] = field(default_factory=list)
     inner: list[Any] = field(default_factory=list)
     middle: list[Any] = field(default_factory=list)
@@ -123,7 +124,13 @@ class BatchBody:
         kept = []
         for item in node.items:
             if self._is_autocast(item.item):
-                kept.append(item.with_changes(item=expression("run.precision()"), asname=None))
+                precision = self._precision(item.item)
+                self.precision = precision if precision == "fp16" else self.precision
+                self.autocast = self.autocast or precision == "bf16"
+                if precision == "bf16":
+                    kept.append(item)
+                elif precision != "fp32":
+                    kept.append(item.with_changes(item=expression("run.precision()"), asname=None))
             elif not self._is_context(item.item):
                 kept.append(item)
         if not kept:
@@ -138,17 +145,20 @@ class BatchBody:
             self.inner.append(with_body(node.with_changes(items=[*kept[:-1], last]), block))
 
     def _is_autocast(self, item: Any) -> bool:
+        return self._precision(item) is not None
+
+    def _precision(self, item: Any) -> str | None:
+        """Return the precision of a context of autocast, "" for that of Accelerate; None for another context."""
         found = item if isinstance(item, cst.Call) else next(iter(self.facts.values.get(dotted(item), [])), None)
         branches = [found.body, found.orelse] if isinstance(found, cst.IfExp) else [found]
         for each in branches:
             if isinstance(each, cst.Call):
                 full = self.facts.full_name(each.func)
                 if full in AUTOCAST:
-                    self.precision = precision_of(self.facts, each)
-                    return True
+                    return precision_of(self.facts, each)
                 if full.endswith(".autocast") and self.facts.kind(each.func.value) == "accelerator":
-                    return True
-        return False
+                    return ""
+        return None
 
     def _is_context(self, item: Any) -> bool:
         if self.facts.kind(item) == "context":

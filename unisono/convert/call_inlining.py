@@ -15,6 +15,7 @@ from unisono.convert.syntax import (
     assigned,
     body_of,
     called,
+    children,
     dotted,
     names,
     one,
@@ -33,7 +34,7 @@ def path_to(root: Any, node: Any) -> list[Any]:
     """Return the nodes from the root to a node, both included; empty if it is not in the tree."""
     if root is node:
         return [root]
-    for child in root.children:
+    for child in children(root):
         if below := path_to(child, node):
             return [root, *below]
     return []

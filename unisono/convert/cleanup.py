@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from unisono.convert.script_facts import is_docstring, is_import
-from unisono.convert.syntax import assigned, body_of, called, dotted, one, parts_of, text, transform, walk
+from unisono.convert.syntax import assigned, body_of, called, children, dotted, one, parts_of, text, transform, walk
 
 
 def cleaned(module: Any, before: Any) -> Any:
@@ -36,7 +36,7 @@ def _read_names(module: Any) -> set[str]:
             return
         if isinstance(node, cst.Name) and id(node) not in stored:
             found.add(node.value)
-        for child in node.children:
+        for child in children(node):
             if isinstance(node, cst.Attribute) and child is node.attr:
                 continue
             if isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Param) and child is node.name:

@@ -114,7 +114,7 @@ class TrainingData:
             self.data = dotted(data) if local and dotted(data) else f"{text(loop.loader)}.dataset"
             self.loaders, self.kept = {text(loop.loader)}, True
             return facts.module
-        if not simple:
+        if site is None or not simple:
             self.data = text(loop.loader)
             return replace_node(facts.module, self.origin, data)
         new: list[Any] = []

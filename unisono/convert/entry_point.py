@@ -152,7 +152,7 @@ class EntryPoint:
         """Return the name of the entry function, and its definition; None if it is a function of the script."""
         call = called(body[0]) if len(body) == 1 else None
         function = next((each for each in kept if isinstance(each, cst.FunctionDef) and _is_call_of(call, each)), None)
-        if function is not None and len(call.args) == 1 and text(call.args[0]) == "run":
+        if function is not None and call is not None and len(call.args) == 1 and text(call.args[0]) == "run":
             return function.name.value, None
         taken = {each.name.value for each in kept + self.nested if isinstance(each, cst.FunctionDef | cst.ClassDef)}
         name = next(each for each in ("main", "start", "start_run") if each not in taken)

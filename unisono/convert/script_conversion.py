@@ -48,6 +48,10 @@ TRACKER = (
     "every process writes to the tracker. Take it out, and type: --set track=tensorboard, wandb, mlflow or trackio "
     "(docs/guide/trackers.md). run.log gives it values."
 )
+AUTOCAST_STAYS = (
+    "autocast stays as it is. To compute the whole model in bfloat16, in evaluation too, take it out: "
+    "--set precision=bf16 (docs/guide/precision.md)."
+)
 NORM = (
     "batch norm normalizes each micro-batch, here batch / virtual_ranks samples. For the batches of the script: "
     "--set virtual_ranks={v}."
@@ -177,9 +181,10 @@ class _Conversion:
         module = replace_chains(module, {DATA: data.data})
         facts.module = module
         module = placed(facts, self.notes)
-        single = SingleProcess(facts)
+        single = SingleProcess(facts, steps.body.precision)
         module = single.rewrite(module)
         self.notes += [*data.notes, *steps.notes, *single.notes]
+        self.notes += [AUTOCAST_STAYS] if steps.body.autocast else []
         if any(full.startswith(TRACKERS) for full in facts.imports.values()):
             self.notes.append(TRACKER)
         module = cleaned(module, self.before)

@@ -72,9 +72,16 @@ GONE = {"rank", "world", "scaler", "sampler", "accelerator", "context"}
 
 @dataclass
 class SingleProcess:
-    """The rules, with the facts of the script before its loop was converted."""
+    """The rules, with the facts of the script before its loop was converted.
+
+    Attributes:
+        facts: the facts.
+        precision: the setting that replaces autocast; "": autocast stays.
+        notes: notes for the settings.
+    """
 
     facts: Facts
+    precision: str = ""
     notes: list[str] = field(default_factory=list)
     _in_text: set[Any] = field(default_factory=set)
     _stored: set[Any] = field(default_factory=set)
@@ -147,6 +154,10 @@ class SingleProcess:
             return expression("False")
         if full == "accelerate.utils.set_seed":
             return expression(f"torch.manual_seed({text(updated.args[0].value)})")
+        if full in AUTOCAST:
+            pairs = zip(original.args, updated.args, strict=True)
+            args = [new.with_changes(value=self._type_of(old.value, new.value)) for old, new in pairs]
+            return updated.with_changes(args=args)
         if full == "torch.device" or (attr == "to" and facts.kind(original) == "device"):
             return expression("run.device")
         if facts.kind(original) in ("rank", "world") and facts.target(original) is None:
@@ -166,6 +177,11 @@ class SingleProcess:
                 updated, [new for old, new in zip(original.args, updated.args, strict=True) if old not in drop]
             )
         return updated
+
+    def _type_of(self, original: Any, updated: Any) -> Any:
+        """Return the type of a device for the device; another expression as it is."""
+        is_device = self.facts.kind(original) == "device" and dotted(original) != ""
+        return expression(f"{text(updated)}.type") if is_device else updated
 
     def _kept(self, function: Any, given: list[str], skipped: int) -> list[str]:
         """Return the arguments of a function without those for ranks and numbers of processes."""
@@ -191,6 +207,8 @@ class SingleProcess:
 
     def _comparison(self, original: Any, updated: Any) -> Any:
         kind = self.facts.kind(original.left)
+        if kind == "device" and isinstance(original.comparisons[0].comparator, cst.SimpleString):
+            return updated.with_changes(left=self._type_of(original.left, updated.left))
         if kind not in ("rank", "world") or len(original.comparisons) != 1:
             return updated
         right = re.sub(r"\s", "", text(original.comparisons[0].comparator))
@@ -246,7 +264,7 @@ class SingleProcess:
         if environ and re.search(r"MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL", text(targets[0])):
             return cst.RemoveFromParent()
         if any(self.facts.full_name(call.func) in AUTOCAST for call in calls(value)) and len(targets) == 1:
-            return cst.RemoveFromParent()
+            return cst.RemoveFromParent() if self.precision else updated
         if all(kind in GONE or kind == "device" for kind in kinds):
             if (
                 dotted(value)

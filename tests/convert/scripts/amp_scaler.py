@@ -30,7 +30,7 @@ def main():
                 loss = F.cross_entropy(logits.float(), yb)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

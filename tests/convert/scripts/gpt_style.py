@@ -78,7 +78,7 @@ for epoch in range(epochs):
         with ctx:
             logits, loss = model(batch["input_ids"], labels=batch["labels"])
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if iter_num % 5 == 0 and master_process:
