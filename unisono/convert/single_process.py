@@ -260,8 +260,8 @@ class SingleProcess:
             and self.facts.kind(value.func.value) == "accelerator"
         ):
             return cst.RemoveFromParent()
-        environ = isinstance(targets[0], cst.Subscript) and text(targets[0].value) == "os.environ"
-        if environ and re.search(r"MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL", text(targets[0])):
+        is_variable = isinstance(targets[0], cst.Subscript) and text(targets[0].value) == "os.environ"
+        if is_variable and re.search(r"MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL", text(targets[0])):
             return cst.RemoveFromParent()
         if any(self.facts.full_name(call.func) in AUTOCAST for call in calls(value)) and len(targets) == 1:
             return cst.RemoveFromParent() if self.precision else updated

@@ -42,12 +42,12 @@ _BLANK = {cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.TrailingWhitesp
 
 
 @cache
-def _fields(kind: type) -> tuple[str, ...]:
+def _fields(kind: Any) -> tuple[str, ...]:
     return tuple(vars(kind)["__dataclass_fields__"])
 
 
 @cache
-def _holds_code(kind: type) -> bool:
+def _holds_code(kind: Any) -> bool:
     """Return whether objects of a type are nodes other than blanks. isinstance is slow with abstract classes."""
     return issubclass(kind, cst.CSTNode) and kind not in _BLANK
 
