@@ -174,14 +174,13 @@ def test_epochs(loop: str, expected: list[str]) -> None:
 
 def test_code_before_the_batches_runs_at_the_first_step_of_an_epoch() -> None:
     source = script(
-        ("        for x, y", "        model.train()\n        total = 0.0\n        for i, (x, y)"),
+        ("        for x, y", "        model.train()\n        total = 0.0\n        print(epoch)\n        for i, (x, y)"),
         ("in loader:", "in enumerate(loader):"),
         ("            optimizer.step()\n", "            optimizer.step()\n            total += loss.item() * len(x)\n"),
     )
     code = converted(source + "\n").code
-    assert (
-        "        if step.number % steps_per_epoch == 0:\n            model.train()\n            total = 0.0\n" in code
-    )
+    block = "            model.train()\n            total = 0.0\n            print(epoch)\n"
+    assert f"        if step.number % steps_per_epoch == 0:\n{block}" in code
     assert code.index("    total = 0.0\n    steps_per_epoch") < code.index("run.track")
     assert "        total += step.loss * step.samples\n" in code
 

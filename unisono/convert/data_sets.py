@@ -228,9 +228,7 @@ def is_set_epoch(node: Any) -> bool:
     return call is not None and isinstance(call.func, cst.Attribute) and call.func.attr.value == "set_epoch"
 
 
-def is_reset(node: Any) -> bool:
+def is_reset(node: Any, epoch: str) -> bool:
     """Return whether a statement gives variables their first values of an epoch, as in `total = 0.0`."""
     small = one(node)
-    if not isinstance(small, cst.Assign):
-        return False
-    return not any(isinstance(each, cst.Call | cst.Name) for each in walk(small.value))
+    return isinstance(small, cst.Assign) and epoch not in names(small.value)

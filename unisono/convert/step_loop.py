@@ -99,7 +99,7 @@ class StepLoop:
         index, epoch = loop.index, self._epoch()
         ours = [*body.before, *body.inner, *body.middle, *body.after, *ends, *starts]
         used = {name for each in ours for name in names(each)}
-        resets = [each for each in starts if is_reset(each)]
+        resets = [each for each in starts if is_reset(each, epoch)]
         head = [statement(f"{epoch} = {_plus('step.epoch', self.first_epoch)}")] if epoch and epoch in used else []
         place = "step.number % steps_per_epoch"
         if index and index in used:
