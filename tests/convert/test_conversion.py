@@ -380,6 +380,28 @@ def test_names_of_the_script_that_a_run_needs() -> None:
     assert {"step_index = step.number % steps_per_epoch", "print(step_index)"} <= set(found)
 
 
+def test_the_length_of_a_loader_is_known_before_it_is_used() -> None:
+    """A schedule needs it before the loop: one loader alone, two in one line, and one that another loop reads, too."""
+    schedule = "    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * len(loader))\n    for epoch"
+    for made, other in (
+        ("loader = DataLoader(data, batch_size=16, shuffle=True)", ""),
+        ("loader, test = DataLoader(data, batch_size=16), DataLoader(data)", ""),
+        ("loader = DataLoader(data, batch_size=16)", "        for z, _ in loader:\n            model(z)\n"),
+    ):
+        source = script(
+            ("loader = DataLoader(data, batch_size=16, shuffle=True)", made),
+            ("    for epoch", schedule),
+            ("            optimizer.step()\n", f"            optimizer.step()\n        print(len(loader))\n{other}"),
+        )
+        code = converted(source, 2).code
+        used = next(line for line in code.splitlines() if "CosineAnnealingLR(" in line)
+        if "steps_per_epoch" in used:
+            assert code.index("steps_per_epoch = ") < code.index(used)
+        else:
+            assert "-(-len(data) // run.settings.batch)" in used
+        assert "print(steps_per_epoch)" in code or "print((-(-len(data) // run.settings.batch)))" in code
+
+
 def test_batch_norm() -> None:
     source = script(("nn.Linear(4, 1)", "DDP(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))"))
     assert "virtual_ranks: int = 2" in lines(source, 2)

@@ -107,16 +107,23 @@ class TrainingData:
         site = next((each for each in reversed(path) if isinstance(each, cst.SimpleStatementLine)), None)
         host = loop.host if isinstance(loop.host, cst.FunctionDef) else None
         target = assigned(site) if site is not None else None
-        local = target is not None and target[1] is self.origin and function_around(path) is host
+        local = target is not None and function_around(path) is host
+        alone = local and target is not None and target[1] is self.origin
         name = dotted(target[0][0]) if target is not None and len(target[0]) == 1 else ""
-        simple = local and name and "." not in name and not self._is_parameter(facts, name)
+        simple = alone and name and "." not in name and not self._is_parameter(facts, name)
         if self._is_read_elsewhere(facts, loop) or self._is_shared(facts, path):
-            self.data = dotted(data) if local and dotted(data) else f"{text(loop.loader)}.dataset"
+            self.data = dotted(data) if alone and dotted(data) else f"{text(loop.loader)}.dataset"
             self.loaders, self.kept = {text(loop.loader)}, True
             return facts.module
         if site is None or not simple:
             self.data = text(loop.loader)
-            return replace_node(facts.module, self.origin, data)
+            module = replace_node(facts.module, self.origin, data)
+            names_it = local and target is not None and self.data in {dotted(each) for each in target[0]}
+            if site is None or not names_it or not _counts_batches(facts.module, self.loaders):
+                return module
+            self.counted = True
+            placed = replace_node(site, self.origin, data)
+            return replace_node(facts.module, site, [placed, self.steps_per_epoch()])
         new: list[Any] = []
         if dotted(data):
             self.data = dotted(data)
@@ -193,7 +200,7 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
         if isinstance(original, cst.Attribute) and text(original.value) in loaders:
             if original.attr.value == "dataset" and not data.kept:
                 return expression(data.data)
-            if original.attr.value == "batch_size":
+            if original.attr.value == "batch_size" and not data.kept:
                 return expression("run.settings.batch")
         return updated
 

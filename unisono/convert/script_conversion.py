@@ -176,7 +176,10 @@ class _Conversion:
         # The loader is replaced first: the loop's own statements then name the data set.
         facts.module = data.placed_in(facts, loop)
         steps = StepLoop.of(facts, loop, data)
-        module = replace_node(facts.module, loop.outer, steps.statements())
+        new = steps.statements()
+        if not data.counted:
+            new = [without_loader(facts, each, data, steps.body.accumulated, near=True) for each in new]
+        module = replace_node(facts.module, loop.outer, new)
         module = self._with_lengths(facts, module, data, steps.body.accumulated)
         module = replace_chains(module, {DATA: data.data})
         facts.module = module
@@ -200,15 +203,18 @@ class _Conversion:
 
     def _with_lengths(self, facts: Facts, module: Any, data: TrainingData, accumulated: int) -> Any:
         """Replace the loader's length by the number of steps, where that variable is defined or not."""
-        hosts: list[Any] = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _counts(each)]
-        if not hosts:
-            return without_loader(facts, module, data, accumulated, near=_counts(module))
-        module = transform(
-            module,
-            lambda old, new: without_loader(facts, new, data, accumulated, near=True) if old in hosts else new,
-        )
-        is_local = data.kept and not any("." in name for name in data.loaders)
-        return module if is_local else without_loader(facts, module, data, accumulated, near=False)
+        hosts = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _has_loop(each)]
+        host = hosts[-1] if hosts else None
+
+        def change(old: Any, new: Any, *, near: bool) -> Any:
+            is_host = old is host or (host is None and old in module.body and not isinstance(old, _DEFINITIONS))
+            return without_loader(facts, new, data, accumulated, near=near) if is_host else new
+
+        if data.counted:
+            module = transform(module, lambda old, new: change(old, new, near=True))
+        if data.kept and not any("." in name for name in data.loaders):
+            return transform(module, lambda old, new: change(old, new, near=False))
+        return without_loader(facts, module, data, accumulated, near=False)
 
     def _with_imports(self, module: Any) -> Any:
         """Return the module with the imports of the new script."""
@@ -282,8 +288,11 @@ class _Conversion:
                 raise facts.refuse(each, f"the converter does not know {full or chain} here.", do)
 
 
-def _counts(node: Any) -> bool:
-    return any(isinstance(each, cst.AssignTarget) and text(each.target) == "steps_per_epoch" for each in walk(node))
+_DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
+
+
+def _has_loop(node: Any) -> bool:
+    return any(isinstance(each, cst.For) and "run.steps(" in text(each.iter) for each in walk(node))
 
 
 def _is_standard(node: Any) -> bool:
