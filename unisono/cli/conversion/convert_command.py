@@ -33,7 +33,7 @@ def convert(
 ) -> int:
     """Convert a training script of PyTorch or Accelerate into a script of Unisono, beside it.
 
-    The difference is printed, and each place where the converter cannot know what is meant, with what to type. Then
+    The difference is printed, and so are notes where the script does not say enough, with what to type. Then
     `unisono check` compares a few steps of the new script on 1, 2 and 3 processes. If the shape of the training loop is
     not understood, the message names the line, and no file is written.
 
