@@ -12,6 +12,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from unisono import environment
 from unisono.environment import World
 from unisono.testing import run_ranks
@@ -83,7 +85,8 @@ def printed_by_script(case: Case, folder: Path) -> float:
         )
         assert done.returncode == 0, done.stderr
         return final_loss(done.stdout)
-    run_ranks(_run_reference, case.processes, str(script), str(folder), _free_port(), case.processes, seconds=200)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the agent, as with torchrun
+    run_ranks(_run_reference, case.processes, str(script), str(folder), store.port, case.processes, seconds=200)
     return final_loss((folder / "screen-0").read_text())
 
 
@@ -122,6 +125,7 @@ def _run_reference(world: World, script: str, folder: str, port: int, processes:
     if processes > 1:
         of_torchrun = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in of_torchrun.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     sys.argv = [script]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

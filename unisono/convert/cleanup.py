@@ -1,4 +1,4 @@
-"""Remove what a conversion left without use: imports, empty functions, and functions and variables that are not read."""
+"""Remove what a conversion left without use: imports, empty functions, functions and variables that are not read."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import libcst as cst
@@ -41,24 +40,33 @@ def statements(code: str) -> list[Any]:
 _BLANK = {cst.SimpleWhitespace, cst.ParenthesizedWhitespace, cst.TrailingWhitespace, cst.Newline, cst.EmptyLine}
 
 
-@cache
-def _fields(kind: Any) -> tuple[str, ...]:
-    return tuple(vars(kind)["__dataclass_fields__"])
+_FIELDS: dict[Any, tuple[str, ...]] = {}
+_IS_CODE: dict[Any, bool] = {}
 
 
-@cache
-def _holds_code(kind: Any) -> bool:
-    """Return whether objects of a type are nodes other than blanks. isinstance is slow with abstract classes."""
-    return issubclass(kind, cst.CSTNode) and kind not in _BLANK
+def _fields(node: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a node."""
+    kind = type(node)
+    if kind not in _FIELDS:
+        _FIELDS[kind] = tuple(kind.__dataclass_fields__)
+    return _FIELDS[kind]
+
+
+def _is_code(value: Any) -> bool:
+    """Return whether an object is a node, and no blank. isinstance is slow with abstract classes."""
+    kind = type(value)
+    if kind not in _IS_CODE:
+        _IS_CODE[kind] = issubclass(kind, cst.CSTNode) and kind not in _BLANK
+    return _IS_CODE[kind]
 
 
 def children(node: Any) -> Iterator[Any]:
     """Yield the nodes directly below a node, without blanks. libcst's own `children` takes ten times as long."""
-    for name in _fields(type(node)):
+    for name in _fields(node):
         value = getattr(node, name)
         if type(value) in (list, tuple):
-            yield from (each for each in value if _holds_code(type(each)))
-        elif _holds_code(type(value)):
+            yield from (each for each in value if _is_code(each))
+        elif _is_code(value):
             yield value
 
 
@@ -73,7 +81,7 @@ def walk(node: Any) -> Iterator[Any]:
 
 def _same_below(one_: Any, other: Any) -> bool:
     """Return whether two nodes of one kind have the same objects below them."""
-    for name in _fields(type(one_)):
+    for name in _fields(one_):
         value, found = getattr(one_, name), getattr(other, name)
         if type(value) in (list, tuple):
             if len(value) != len(found) or any(a is not b for a, b in zip(value, found, strict=True)):
