@@ -7,6 +7,7 @@ belong to a name in the whole script, not in one function, because scripts use o
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -245,7 +246,8 @@ class Facts:
                 values = []
         for target, each in zip(targets, values, strict=False):
             role, chain = self.role(each), dotted(target)
-            is_device = chain.rpartition(".")[2].rpartition("_")[2] in ("device", "dev") and role is None
+            named = chain.rpartition(".")[2].rpartition("_")[2] in ("device", "dev") and role is None
+            is_device = named and re.search(r"cuda|cpu|mps|device", text(each)) is not None
             self._give(chain, Role("device", each) if is_device else role)
 
     def _spread_call(self, node: Any) -> None:
