@@ -1,74 +1,17 @@
-"""`unisono convert`, one rule at a time: what becomes of a line, what gets a note, and what is refused."""
+"""`unisono convert`, one rule at a time: what becomes of a line, and what gets a note."""
 
 from __future__ import annotations
 
 import ast
-import textwrap
 
 import pytest
-
-from unisono.errors import SettingsError
 
 pytest.importorskip("libcst", reason="needs libcst: pip install 'unisono[convert]'")
 
 from tests.convert.conversions import CASES, Case
-from unisono.convert.script_conversion import ConvertedScript, convert
+from tests.convert.snippets import HEAD, SCRIPT, converted, lines, script
+from unisono.convert.script_conversion import convert
 from unisono.convert.syntax import notes_in
-
-HEAD = """
-import os
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-"""
-MAIN = """
-def main():
-    torch.manual_seed(3)
-    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-    loader = DataLoader(data, batch_size=16, shuffle=True)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for epoch in range(3):
-        for x, y in loader:
-            loss = F.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-
-if __name__ == "__main__":
-    main()
-"""
-SCRIPT = HEAD + MAIN
-
-
-def script(*changes: tuple[str, str], head: str = "") -> str:
-    """Return the script with these replacements, each of which must apply."""
-    text = SCRIPT
-    for old, new in changes:
-        assert old in text, old
-        text = text.replace(old, new)
-    return head + text
-
-
-def converted(source: str, processes: int | None = None) -> ConvertedScript:
-    done = convert(textwrap.dedent(source), "train.py", "train_unisono.py", processes)
-    ast.parse(done.code)
-    return done
-
-
-def lines(source: str, processes: int | None = None) -> list[str]:
-    """Return the lines of the converted script, without blanks around them."""
-    return [line.strip() for line in converted(source, processes).code.splitlines() if line.strip()]
-
-
-def refused(source: str) -> str:
-    with pytest.raises(SettingsError) as caught:
-        converted(source)
-    return str(caught.value)
 
 
 def test_a_plain_loop() -> None:
@@ -406,68 +349,6 @@ def test_batch_norm() -> None:
     source = script(("nn.Linear(4, 1)", "DDP(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))"))
     assert "virtual_ranks: int = 2" in lines(source, 2)
     assert any("batch norm normalizes each micro-batch" in note for _, note in converted(source, 1).notes)
-
-
-REFUSED = {
-    "two losses": (
-        ("loss.backward()", "loss.backward()\n            model(x).sum().backward()"),
-        "model(x).sum()",
-        "a second call of backward",
-    ),
-    "a while loop": (("for epoch in range(3):", "while True:"), "while True", "is a while loop"),
-    "a break": (
-        ("            optimizer.step()", "            optimizer.step()\n            break"),
-        "break",
-        "left before",
-    ),
-    "no loader": (("in loader:", "in [(1, 2)]:"), "[(1, 2)]", "does not iterate over a DataLoader"),
-    "a condition": (
-        ("            optimizer.step()", "            if epoch:\n                optimizer.step()"),
-        "if epoch:",
-        "under a condition",
-    ),
-    "a sampler": (("shuffle=True", "sampler=mine"), "mine", "a sampler of its own, mine"),
-    "a batch sampler": (("batch_size=16, shuffle=True", "batch_sampler=mine"), "mine", "a batch sampler"),
-    "an unknown collective": (
-        ("    model =", "    dist.scatter(data)\n    model ="),
-        "dist.scatter",
-        "does not know torch.distributed.scatter",
-    ),
-    "another library": (("import os", "import deepspeed"), "deepspeed", "scripts for deepspeed are not converted"),
-    "a loop over seeds": (
-        ("    for epoch in range(3):\n", "    for seed in range(2):\n     for epoch in range(3):\n"),
-        "for seed",
-        "in another loop",
-    ),
-    "processes": (
-        ("    main()\n", "    torch.multiprocessing.Process(target=main).start()\n"),
-        "Process(",
-        "starts processes itself",
-    ),
-    "a data set without an index": (
-        ("TensorDataset(torch.randn(64, 4), torch.randn(64, 1))", "Endless()"),
-        "DataLoader(data,",
-        "the data set Endless has no index",
-    ),
-}
-ENDLESS = "import torch\nclass Endless(torch.utils.data.IterableDataset):\n    pass\n"
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_understood_is_refused_with_its_line(name: str) -> None:
-    change, at, error = REFUSED[name]
-    source = script(change, head=ENDLESS)
-    line = next(i for i, text in enumerate(source.splitlines(), 1) if at in text)
-    message = refused(source)
-    assert message.startswith(f"Line {line}: "), message
-    assert error in message
-    assert "Next: " in message
-
-
-def test_files_that_are_no_training_scripts() -> None:
-    assert refused("def f(:\n").startswith("Line 1: this is no Python.")
-    assert "calls no backward" in refused("import torch\n")
-    assert "is a script of Unisono already" in refused("import unisono\n" + SCRIPT)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
