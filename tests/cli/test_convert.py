@@ -91,7 +91,7 @@ def test_a_missing_script_is_named(folder: Path, request_problems: RequestProble
 
 
 @needs_libcst
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_converted_script_is_checked(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """This starts real processes, as a user would."""
     assert main(["convert", "ddp.py", "--ranks", "2"]) == 0
