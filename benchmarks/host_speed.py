@@ -19,8 +19,8 @@ exchange=tree, and DistributedDataParallel as in exchange.py. The scenes:
 
     encrypted       one process on each host; ours with secure.transport=tls over ours ("encrypted"), and ours with
                     backend=tcp, where connections are proved and not encrypted, over ours ("members"). Each loop takes
-                    five steps in a row, of which the first does not count: TCP starts a connection anew after a pause
-                    (RFC 5681, 4.1), and two other loops make a longer pause than a run does
+                    five steps in a row, of which the first does not count: TCP begins with a small window after a
+                    pause (RFC 5681, 4.1), and two other loops make a longer pause than a run does
 
 The figure is the time of DistributedDataParallel's step over ours, so our samples per second over its samples per
 second. The model is the GPT of exchange.py: 10.7 M parameters, 43 MB of gradient, 16 lines of 128 bytes a step.

@@ -54,7 +54,7 @@ class PopulationFlags:
     factors
         By which a setting is multiplied: LOW,HIGH, by default 0.8,1.2.
     resample
-        The probability with which a setting is drawn anew in place of that, by default 0.25.
+        The probability with which a setting is drawn again in place of that, by default 0.25.
     """
 
     population: Annotated[int | None, WHOLE, Parameter(metavar="N", show_default=False, group=POPULATION)] = None

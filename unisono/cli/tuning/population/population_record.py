@@ -30,7 +30,7 @@ class PopulationRecord:
         interval: The number of steps of a generation.
         quantile: The fraction of members that copy others.
         factors: By which settings are multiplied.
-        resample: The probability with which a setting is drawn anew.
+        resample: The probability with which a setting is drawn again.
     """
 
     script: str
