@@ -28,7 +28,7 @@ PARTS: Mapping[str, str] = {
     "update": "the update",
     "other": "the rest of the step",
 }
-"""The parts of a step, with what they are."""
+"""The parts of a step, with a description of each."""
 
 SHOWN = 0.005
 """The least share of the process time that is shown as lost."""

@@ -22,7 +22,7 @@ REMEDIES = {
     "update": "Each process updates all parameters: --set parallel.shard=N divides them among N processes.",
     "other": "",
 }
-"""What helps against the loss to a part."""
+"""Advice for each part of a step to which efficiency is lost."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CurveReport:
         curves: The curves.
         cores: The cores that processes may use; 0: they compute on GPUs.
         threads: The threads of each process.
-        notes: Sentences about placements that were not measured.
+        notes: Sentences about numbers of processes that could not be measured.
         line: The command that trains with the number of processes that is quickest.
     """
 
