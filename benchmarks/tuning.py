@@ -1,4 +1,4 @@
-"""Kill studies of `unisono tune`, prune their trials, and move trials to free processes.
+"""Kill studies of `unisono tune`, prune their trials, move trials to free processes, and train populations.
 
     python -m benchmarks.tuning --part kills        a study of 30 trials, undisturbed on one process; then the same
                                                     study killed ten times (SIGKILL to its process group) at random
@@ -7,6 +7,8 @@
                                                     best value beside the spread of the best trial over seeds
     python -m benchmarks.tuning --part moving       two trials of the text recipe, of one block and of eight, on two
                                                     processes, with and without moves: seconds, in alternation
+    python -m benchmarks.tuning --part population   a population of eight, and eight independent trials as long:
+                                                    the best value of each, for several study seeds
 
 The exit status is 1 if trials of a study that was killed, or whose trials moved, differ in settings, state, values,
 steps or fingerprint of the weights from those of the other study. Figures of `moving` need an idle machine.
@@ -34,7 +36,7 @@ from unisono.environment import inherited
 
 SCRIPT = str(Path(__file__).with_name("tuning_script.py"))
 SEARCH = ("lr=log(1e-4,1)", "depth=[1,2,3]", "width=linear(16,128,16)", "decay=log(1e-4,1)")
-PARTS = ("kills", "pruning", "moving")
+PARTS = ("kills", "pruning", "moving", "population")
 PRUNERS = ("median", "hyperband", "successivehalving")
 KEPT = ("trial", "state", "settings", "values", "steps", "total", "reason", "weights_sha256")
 """What must be equal for each trial."""
@@ -167,6 +169,29 @@ def moving(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def population(folder: Path, steps: int, seeds: Sequence[int], processes: int) -> dict[str, Any]:
+    """Compare populations with as many independent trials: settings that may change while a run trains."""
+    words = [SCRIPT, *flags("search", ("lr=log(1e-4,1)", "decay=log(1e-4,1)")), "--minimize", "valid"]
+    words += ["--set", f"steps={steps}", "--ranks", str(processes)]
+    ways = {
+        "population": ["--population", "8", "--interval", str(max(steps // 10, 2))],
+        "random": ["--trials", "8", "--sampler", "random", "--pruner", "none"],
+        "tpe": ["--trials", "8", "--sampler", "tpe", "--pruner", "none"],
+    }
+    rows = []
+    for seed in seeds:
+        row: dict[str, Any] = {"seed": seed}
+        for name, more in ways.items():
+            found = study(folder / f"{name}-{seed}", *words, *more, "--study-seed", str(seed))
+            members = found["members"] if name == "population" else found["trials"]
+            values = [each["value"] if name == "population" else each["values"][0] for each in members]
+            row[name] = min(value for value in values if value is not None)
+        rows.append(row)
+    best = {name: statistics.median(row[name] for row in rows) for name in ways}
+    wins = {name: sum(row["population"] < row[name] for row in rows) for name in ("random", "tpe")}
+    return {"steps": steps, "rows": rows, "median": best, "wins": wins}
+
+
 def verdict(part: Mapping[str, Any]) -> str:
     """Return whether the results were equal, in words."""
     return "the same results" if part["same"] else "OTHER RESULTS"
@@ -193,6 +218,13 @@ def table(figures: Mapping[str, Any]) -> str:
         fixed, moving = (", ".join(f"{s:.0f}" for s in part["seconds"][name]) for name in ("fixed", "moving"))
         lines.append(f"moving: {part['ratio']:.2f} times sooner ({fixed} s without moves, {moving} s with them)")
         lines.append(f"        {part['moves']} moves of {part['move_seconds']} s: {verdict(part)}")
+    if part := figures.get("population"):
+        lines.append(f"{part['steps']} steps: best value of    population  random     tpe")
+        for row in [*part["rows"], {"seed": "median", **part["median"]}]:
+            values = "  ".join(f"{row[name]:10.4f}" for name in ("population", "random", "tpe"))
+            lines.append(f"{'seed ' if row['seed'] != 'median' else ''}{row['seed']!s:20}  {values}")
+        wins = ", ".join(f"{name} {count} of {len(part['rows'])}" for name, count in part["wins"].items())
+        lines.append(f"the population is better than: {wins}")
     return "\n".join(lines)
 
 
@@ -207,11 +239,12 @@ def main() -> None:
     options.add_argument("--study-seed", type=int, action="append", help="repeatable (0 and 1)")
     options.add_argument("--ranks", type=int, default=2, help="processes of studies with pruning (2)")
     options.add_argument("--steps", type=int, default=60, help="steps of trials that move (60)")
+    options.add_argument("--population-steps", type=int, default=200, help="steps of members and their rivals (200)")
     options.add_argument("--rounds", type=int, default=2, help="studies with moves, and without (2)")
     options.add_argument("--folder", type=Path, help="keep the studies here; those that have ended are not repeated")
     args = options.parse_args()
     if args.quick:
-        args.trials, args.kills, args.steps, args.rounds = 4, 1, 6, 1
+        args.trials, args.kills, args.steps, args.rounds, args.population_steps = 4, 1, 6, 1, 10
         args.pruner, args.study_seed = args.pruner or ["median"], args.study_seed or [0]
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -222,6 +255,9 @@ def main() -> None:
                 there, args.trials, args.pruner or PRUNERS, args.study_seed or [0, 1], args.ranks
             ),
             "moving": lambda there: moving(there, args.steps, args.rounds),
+            "population": lambda there: population(
+                there, args.population_steps, args.study_seed or range(5), args.ranks
+            ),
         }
         for part in args.part or PARTS:
             figures[part] = measure[part](folder / part)

@@ -28,6 +28,7 @@ class Settings(unisono.Settings):
     peak: float = 0.05
     groups: int = 1
     optimizer: bool = True
+    optimizers: int = 1
 
 class Idle:
     def step(self): pass
@@ -44,6 +45,10 @@ def main(run):
     groups = [{"params": [*model[0].parameters()]}, {"params": [*model[3].parameters()], "lr": settings.peak / 5}]
     groups = groups if settings.groups == 2 else model.parameters()
     optimizer = torch.optim.SGD(groups, lr=settings.peak, momentum=0.9) if settings.optimizer else Idle()
+    if settings.optimizers == 2:
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=settings.peak, momentum=0.9)
+        second = torch.optim.AdamW(model[3].parameters(), lr=settings.peak / 5)
+        run.track(second=second)
     schedule = []
     if settings.optimizer:
         schedule = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
@@ -51,7 +56,7 @@ def main(run):
     for step in run.steps(torch.utils.data.TensorDataset(x, y)):
         for a, b in step:
             step.backward(nn.functional.mse_loss(model(a), b, reduction="sum"), weight=len(a))
-        step.update(optimizer, *schedule)
+        step.update(optimizer, *([second] if settings.optimizers == 2 else []), *schedule)
         if settings.optimizer:
             rates = [group["lr"] for group in optimizer.param_groups]
             assert rates[0] == schedule[0].get_last_lr()[0], "the schedule finds the rates that it has set"
@@ -114,14 +119,45 @@ def test_the_curve_is_the_same_on_any_number_of_processes(
     assert one["next"] in page
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("sets", "placement", "optimizers"),
+    [
+        (["optimizers=2"], [], ["SGD", "AdamW"]),
+        (["precision=fp16"], [], ["SGD"]),
+        (["precision=fp16", "optimizers=2"], ["parallel.shard=2"], ["SGD", "AdamW"]),
+    ],
+    ids=["two optimizers", "fp16", "shards"],
+)
+def test_optimizers_scaled_losses_and_shards_have_one_curve(
+    script: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sets: list[str],
+    placement: list[str],
+    optimizers: list[str],
+) -> None:
+    found = []
+    for ranks in (1, 2):
+        more = placement if ranks == 2 else []
+        assert trial(script, tmp_path / str(ranks), *sets, *more, ranks=ranks).run() == 0
+        found.append(last_json(capsys.readouterr().out))
+    one, two = found
+    for name in ("rates", "losses", "smoothed", "suggestion", "minimum", "ended", "setting", "optimizers"):
+        assert two[name] == one[name], name
+    assert one["optimizers"] == optimizers
+    assert one["rates"][0] < one["suggestion"] < one["minimum"]
+
+
 def test_a_script_without_a_learning_rate_is_named(script: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"train.py has no learning rate to test."):
         trial(script, tmp_path / "none", "optimizer=false").run()
 
 
-def test_exchanges_without_one_model_are_named(script: Path, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="The range test is not possible with exchange=local_sgd"):
-        trial(script, tmp_path / "sites", "exchange=local_sgd", ranks=2).run()
+@pytest.mark.parametrize("exchange", ["local_sgd", "server"])
+def test_exchanges_without_one_model_are_named(script: Path, tmp_path: Path, exchange: str) -> None:
+    with pytest.raises(SettingsError, match=f"The range test is not possible with exchange={exchange}"):
+        trial(script, tmp_path / "other", f"exchange={exchange}", ranks=2).run()
 
 
 @pytest.mark.parametrize(

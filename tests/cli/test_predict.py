@@ -252,10 +252,16 @@ def test_recipes_predict(command: Command, recipe: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_image_recipe_predicts_for_files(command: Command) -> None:
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'unisono[recipes]'")
+@pytest.mark.parametrize(
+    ("recipe", "sets"),
+    [("image", ["epochs=4"]), ("supernet", ["epochs=6", "path=3333", "layers=4"])],
+    ids=["image", "a path of supernet"],
+)
+def test_recipes_of_images_predict_for_files(command: Command, recipe: str, sets: list[str]) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install 'unisono[image]'")
     data = load_digits()
-    ended = command.run("run", "image", "--run-dir", "out", "--set", "source=digits", "--set", "epochs=4")
+    words = [word for each in ["source=digits", *sets] for word in ("--set", each)]
+    ended = command.run("run", recipe, "--run-dir", "out", *words)
     assert ended.status == 0, ended.err
     (command.folder / "digits").mkdir()
     labels = data.valid.labels[:60].tolist()

@@ -13,7 +13,7 @@ Result   accuracy of 89.6 % on the 10,000 test images after two epochs; 99.2 % o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -226,8 +226,18 @@ class Block(nn.Module):
 
 def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
     """Predict the class of each image of a folder, or of one image, with its probability."""
-    data, files = load_images(settings.source, settings.data), image_files(path)
-    _, known = build_datasets(data, settings)
+    data = load_images(settings.source, settings.data)
+    return predict_images(path, data, build_datasets(data, settings)[1])
+
+
+def predict_images(
+    path: Path,
+    data: ImageData,
+    known: ImageDataset,
+    logits: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
+) -> unisono.Prediction:
+    """Predict classes of `data` for the images of a path, normalized as `known`, from logits(model, images)."""
+    files = image_files(path)
     images, shape = read_images(files), data.train.images.shape[1:]
     if images.shape[1:] != shape:
         raise unisono.DataError(
@@ -238,7 +248,7 @@ def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Predict
     numbers = torch.arange(len(files))  # in place of labels
 
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        best = F.softmax(model(batch[0]), dim=1).max(1)
+        best = F.softmax(logits(model, batch[0]), dim=1).max(1)
         return {"file": batch[1], "class": best.indices, "probability": best.values}
 
     def describe(row: dict[str, Tensor]) -> dict[str, object]:

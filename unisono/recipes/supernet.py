@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import unisono
 from unisono.recipes.datasets.images import ImageData, ImageSplit, load_images
-from unisono.recipes.image import ImageDataset, loss_sum, measure
+from unisono.recipes.image import ImageDataset, loss_sum, measure, predict_images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,5 +248,15 @@ def walk(model: nn.Module, batch: tuple[Tensor, Tensor], path: str) -> Tensor:
     return model(batch[0], path)
 
 
+def predict(settings: Settings, model: nn.Module, path: Path) -> unisono.Prediction:
+    """Predict the class of each image of a folder, or of one image, along the path of the run."""
+    if not settings.path:
+        facts = "A super-network has the weights of all paths, and its search has named the best one."
+        raise unisono.SettingsError("The run did not train a path alone.", facts, "unisono run supernet --set path=...")
+    data = load_images(settings.source, settings.data)
+    known = build_datasets(data, settings)[-1]
+    return predict_images(path, data, known, lambda model, images: model(images, settings.path))
+
+
 if __name__ == "__main__":
-    unisono.main(main, Settings)
+    unisono.main(main, Settings, predict=predict)
