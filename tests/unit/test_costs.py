@@ -9,12 +9,13 @@ import pytest
 from unisono.cli.planning.device_rows import device_lines, duration, small_devices
 from unisono.cli.planning.plan_command import bytes_of_text
 from unisono.config import CommandLine
-from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
+from unisono.costs.candidates import Candidate, candidate, ranked
 from unisono.costs.device_costs import costs_on, offers_of, smallest_need
 from unisono.costs.device_table import KNOWN, Device, DeviceFileError, read_devices
 from unisono.costs.memory_model import MeasuredPeaks, memory_of, moments
+from unisono.costs.placements import Placement, counts_up_to, placements
 from unisono.costs.recorded_costs import RecordedCosts, RoundBytes, StateBytes, StepSeconds, costs_of, step_seconds
-from unisono.costs.time_model import Machine, rounds_of_busiest, seconds_of
+from unisono.costs.time_model import ShortRuns, rounds_of_busiest, seconds_of
 from unisono.errors import SettingsError
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import copies, subtrees
@@ -32,10 +33,17 @@ COSTS = RecordedCosts(
     flops=0,
     threads=1,
 )
-MACHINE = Machine(
+REPLICAS, SHARDS, BY_STEP = Placement(2), Placement(1, 2), Placement(1, 2, by_layer=False)
+GROUPS = Placement(2, 2)
+RUNS = ShortRuns(
     COSTS.seconds,
-    replicas={2: StepSeconds(0.11, 0.03, 0.05), 4: StepSeconds(0.22, 0.06, 0.1)},
-    shards={2: StepSeconds(0.17, 0.02, 0.02), 4: StepSeconds(0.4, 0.04, 0.04)},
+    {
+        REPLICAS: StepSeconds(0.11, 0.03, 0.05),
+        Placement(4): StepSeconds(0.22, 0.06, 0.1),
+        SHARDS: StepSeconds(0.17, 0.02, 0.02),
+        BY_STEP: StepSeconds(0.11, 0.02, 0.09),
+        GROUPS: StepSeconds(0.3, 0.04, 0.06),
+    },
     cores=2,
 )
 
@@ -61,64 +69,75 @@ def test_a_virtual_rank_without_samples_is_left_out() -> None:
 
 
 def test_shards_divide_what_they_say() -> None:
-    whole, parts = memory_of(COSTS, replicas=2), memory_of(COSTS, shards=2)
+    whole, parts = memory_of(COSTS, REPLICAS), memory_of(COSTS, SHARDS)
     assert (whole.parameters, whole.optimizer) == (100 * MB, 200 * MB)
     assert (parts.parameters, parts.optimizer, parts.gradients) == (50 * MB, 100 * MB, 50 * MB)
-    by_step = memory_of(COSTS, shards=2, by_layer=False)
+    by_step = memory_of(COSTS, BY_STEP)
     assert by_step.gathered == 100 * MB
     assert by_step.optimizer == 100 * MB
     many = replace(COSTS, state=replace(COSTS.state, groups=((8 * MB, 8 * MB),) * 12 + ((4 * MB, 4 * MB),)))
-    assert memory_of(many, shards=2).total < memory_of(many, shards=2, by_layer=False).total
+    assert memory_of(many, SHARDS).total < memory_of(many, BY_STEP).total
 
 
 def test_one_process_is_predicted_as_it_was_measured() -> None:
     measured = memory_of(COSTS).total + 7 * MB
     costs = replace(COSTS, peak=measured)
     assert memory_of(costs).total == measured
-    assert memory_of(costs, replicas=2).unexplained == 7 * MB
+    assert memory_of(costs, REPLICAS).unexplained == 7 * MB
 
 
 def test_what_several_processes_needed_is_added() -> None:
     plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
-    replicas, shards = memory_of(plain, replicas=2).total + 3 * MB, memory_of(plain, shards=2).total - 2 * MB
-    peaks = MeasuredPeaks(plain, {2: replicas}, {2: shards})
-    assert memory_of(plain, replicas=2, peaks=peaks).total == replicas
-    assert memory_of(plain, shards=2, peaks=peaks).total == shards
-    by_step = memory_of(plain, shards=2, by_layer=False, peaks=peaks)
-    assert by_step.unexplained == (7 + 3) * MB
+    replicas, shards = memory_of(plain, REPLICAS).total + 3 * MB, memory_of(plain, SHARDS).total - 2 * MB
+    peaks = MeasuredPeaks(plain, {REPLICAS: replicas, SHARDS: shards})
+    assert memory_of(plain, REPLICAS, peaks).total == replicas
+    assert memory_of(plain, SHARDS, peaks).total == shards
     assert memory_of(plain, peaks=peaks).total == plain.peak
-    assert memory_of(plain, replicas=4, peaks=peaks) == memory_of(plain, replicas=4)
+    for other in (BY_STEP, Placement(4)):
+        assert memory_of(plain, other, peaks) == memory_of(plain, other)
     again = replace(plain, rounds=replace(RoundBytes(10 * MB, 80 * MB, 20 * MB, 5 * MB, {})), peak=0)
-    assert memory_of(again, replicas=2, peaks=peaks).unexplained == 3 * MB
+    assert memory_of(again, replace(REPLICAS, recompute=True), peaks).unexplained == 3 * MB
 
 
 def test_what_was_measured_is_predicted_as_it_was() -> None:
-    assert seconds_of(COSTS, MACHINE) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
-    assert seconds_of(COSTS, MACHINE, replicas=2) == pytest.approx(4 * 0.11 + 0.03 + 0.05)
-    assert seconds_of(COSTS, MACHINE, replicas=4) == pytest.approx(2 * 0.22 + 0.06 + 0.1)
-    assert seconds_of(COSTS, MACHINE, shards=2) == pytest.approx(4 * 0.17 + 0.02 + 0.02)
-    assert seconds_of(COSTS, MACHINE, shards=4) == pytest.approx(2 * 0.4 + 0.04 + 0.04)
+    assert seconds_of(COSTS, RUNS, Placement()) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
+    assert seconds_of(COSTS, RUNS, REPLICAS) == pytest.approx(4 * 0.11 + 0.03 + 0.05)
+    assert seconds_of(COSTS, RUNS, SHARDS) == pytest.approx(4 * 0.17 + 0.02 + 0.02)
+    assert seconds_of(COSTS, RUNS, BY_STEP) == pytest.approx(4 * 0.11 + 0.02 + 0.09)
+    assert seconds_of(COSTS, RUNS, GROUPS) == pytest.approx(2 * 0.3 + 0.04 + 0.06)
 
 
-def test_the_time_of_other_placements_follows_from_it() -> None:
-    extra = 0.17 - 0.11  # of a micro-batch in two shards
-    by_step = 4 * 0.11 + extra / 3 + 0.02 + 0.05
-    assert seconds_of(COSTS, MACHINE, shards=2, by_layer=False) == pytest.approx(by_step)
+def test_recomputation_makes_micro_batches_longer() -> None:
     again = replace(COSTS, seconds=StepSeconds(0.13, 0.02, 0.01))  # with recomputation
-    assert seconds_of(again, MACHINE, replicas=2) == pytest.approx(4 * 1.1 * 0.13 + 0.03 + 0.05)
-    assert seconds_of(again, MACHINE, shards=2) == pytest.approx(4 * (1.1 * 0.13 + extra) + 0.02 + 0.02)
-    # two groups of two shards: messages of two processes, while four compute
-    found = seconds_of(COSTS, MACHINE, replicas=2, shards=2)
-    assert found == pytest.approx(2 * (0.22 + 2 * extra) + 2 * 0.02 + 2 * 0.02 + 0.1 / 2)
+    found = {each: seconds_of(again, RUNS, replace(each, recompute=True)) for each in RUNS.together}
+    assert found[REPLICAS] == pytest.approx(4 * (0.11 + 1.1 * 0.03) + 0.03 + 0.05)
+    assert found[SHARDS] == pytest.approx(4 * (0.17 + 1.1 * 0.03) + 0.02 + 0.02)
+    assert found[GROUPS] == pytest.approx(2 * (0.3 + 2.2 * 0.03) + 0.04 + 0.06)
+    alone = replace(RUNS, together={GROUPS: RUNS.together[GROUPS]})  # no replicas: four processes share two cores
+    slowed = seconds_of(again, alone, replace(GROUPS, recompute=True))
+    assert slowed == pytest.approx(2 * (0.3 + 2 * 0.03) + 0.04 + 0.06)
+    assert seconds_of(again, RUNS, Placement(recompute=True)) == pytest.approx(8 * 0.13 + 0.02 + 0.01)
 
 
-def test_a_time_that_follows_from_nothing_is_not_known() -> None:
-    assert seconds_of(COSTS, MACHINE, replicas=3) is None
-    assert seconds_of(replace(COSTS, seconds=None), MACHINE) is None
-    assert seconds_of(COSTS, replace(MACHINE, shards={}), shards=2) is None
-    only_shards = replace(MACHINE, replicas={})  # replicas do not fit: four processes on two cores take twice as long
-    assert seconds_of(COSTS, only_shards, shards=4) == pytest.approx(2 * 0.4 + 0.04 + 0.04)
-    assert seconds_of(COSTS, only_shards, shards=4, by_layer=False) is None
+def test_a_time_that_was_not_measured_is_not_known() -> None:
+    assert seconds_of(COSTS, RUNS, Placement(3)) is None
+    assert seconds_of(replace(COSTS, seconds=None), RUNS, Placement()) is None
+    assert seconds_of(replace(COSTS, seconds=None), RUNS, REPLICAS) is None
+    assert seconds_of(COSTS, replace(RUNS, together={}), SHARDS) is None
+
+
+def test_placements_are_typed_as_they_are() -> None:
+    assert [each.layout for each in (Placement(), REPLICAS, SHARDS, GROUPS)] == [
+        {},
+        {"replicate": "2"},
+        {"shard": "2"},
+        {"replicate": "2", "shard": "2"},
+    ]
+    assert BY_STEP.layout == {"shard": "2", "reshard": "step"}
+    for each in placements(4):
+        assert {f"parallel.{name}={value}" for name, value in each.layout.items() if name != "replicate"} == {
+            text for text in each.sets if "activation" not in text
+        }
 
 
 def test_the_slowest_process_decides() -> None:
@@ -129,8 +148,8 @@ def test_the_slowest_process_decides() -> None:
 
 
 def test_the_busiest_process_decides() -> None:
-    assert rounds_of_busiest((1,) * 8, 3) == 3
-    assert rounds_of_busiest((2,) * 8, 1, 3) == 6
+    assert rounds_of_busiest((1,) * 8, Placement(3)) == 3
+    assert rounds_of_busiest((2,) * 8, Placement(1, 3)) == 6
 
 
 def test_candidates_cover_the_counts_of_processes() -> None:
@@ -147,7 +166,7 @@ def test_candidates_cover_the_counts_of_processes() -> None:
 
 
 def test_the_quickest_that_fits_comes_first() -> None:
-    found = [candidate(Placement(size), COSTS, MACHINE) for size in (1, 2, 4)]
+    found = [candidate(Placement(size), COSTS, RUNS) for size in (1, 2, 4)]
     assert [each.placement.processes for each in ranked(found)] == [2, 4, 1]
     least = min(each.memory.total for each in found if each.memory is not None)
     limits = dict.fromkeys((1, 2, 4), least)
@@ -180,7 +199,7 @@ def test_records_become_costs() -> None:
     assert costs.seconds.round == pytest.approx(1.55)
     assert costs.step_seconds == pytest.approx(2 * 1.55 + 0.25 + 0.5)
     assert costs.state.groups == ((60, 60), (40, 30))
-    assert candidate(Placement(), costs, MACHINE).memory is None
+    assert candidate(Placement(), costs, RUNS).memory is None
 
 
 def test_sizes_are_decimal_and_garbage_is_refused() -> None:

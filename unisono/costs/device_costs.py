@@ -10,12 +10,14 @@ its driver. All of this is an estimate. Small models wait for kernel launches, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements, ranked
+from unisono.costs.candidates import Candidate, candidate, ranked
 from unisono.costs.device_table import Device
+from unisono.costs.placements import Placement, counts_up_to, placements
 from unisono.costs.recorded_costs import RecordedCosts, StepSeconds
-from unisono.costs.time_model import TRANSFERS, Machine
+from unisono.costs.time_model import ShortRuns
 
 CONTEXT = 500_000_000
 """Bytes of a device that the driver's context and libraries take: an assumption."""
@@ -66,18 +68,22 @@ def costs_on(device: Device, costs: RecordedCosts) -> RecordedCosts:
     return replace(costs, process=CONTEXT, peak=0, shard_imports=0, seconds=seconds)
 
 
-def machine_of(device: Device, costs: RecordedCosts) -> Machine:
+def runs_on(device: Device, costs: RecordedCosts, wanted: Iterable[Placement]) -> ShortRuns:
     """Return the times of steps on several of these devices, from the bytes of messages over the link."""
     alone, state = costs.seconds, costs.state
     if alone is None or not device.link:
-        return Machine(alone)
-    replicas, shards = {}, {}
-    for count in range(2, device.count + 1):
-        part = (count - 1) / count / device.link
-        replicas[count] = StepSeconds(alone.round, alone.update, alone.rest + 2 * part * state.gradients)
-        moved = (TRANSFERS - 1) * state.parameters + state.gradients
-        shards[count] = StepSeconds(alone.round + part * moved, alone.update / count, alone.rest)
-    return Machine(alone, replicas, shards)
+        return ShortRuns(alone)
+
+    def step(placement: Placement) -> StepSeconds:
+        shards, groups = placement.shards, placement.spans
+        gather, add = ((count - 1) / count / device.link for count in (shards, groups))
+        by_layer = shards > 1 and placement.by_layer
+        moved = gather * (2 * state.parameters + state.gradients) if by_layer else 0.0
+        rest = 2 * add * state.gradients / (shards if by_layer else 1)
+        rest += 0.0 if by_layer else gather * state.parameters
+        return StepSeconds(alone.round + moved, alone.update / shards, alone.rest + rest)
+
+    return ShortRuns(alone, {each: step(each) for each in wanted if each.processes > 1})
 
 
 def offers_of(device: Device, plain: RecordedCosts, again: RecordedCosts | None) -> list[DeviceOffer]:
@@ -90,9 +96,9 @@ def offers_of(device: Device, plain: RecordedCosts, again: RecordedCosts | None)
     """
     most = min(device.count, len(plain.micro_batches))
     costs = {False: costs_on(device, plain), **({True: costs_on(device, again)} if again is not None else {})}
-    machine = machine_of(device, costs[False])
+    runs = runs_on(device, costs[False], placements(most, recompute=False))
     found = [
-        candidate(placement, costs[placement.recompute], machine)
+        candidate(placement, costs[placement.recompute], runs)
         for placement in placements(most, recompute=again is not None)
     ]
     limits = dict.fromkeys(counts_up_to(most), device.memory)

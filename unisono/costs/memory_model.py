@@ -10,7 +10,7 @@ Shards, gathered by layer: parameters, gradients and optimizer state are divided
 all layers, the layer in use and the one that is gathered ahead; twice there is the gradient of the layer that travels.
 
 What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
-keeps, connections) is added to each prediction: that of one process, and of replicas and shards in the same number.
+keeps, connections) is added to each prediction: that of one process, and that of the same placement.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
+from unisono.costs.placements import ONE_PROCESS, Placement
 from unisono.costs.recorded_costs import RecordedCosts, RoundBytes
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Fold, Node, parent, subtrees
@@ -119,51 +120,41 @@ class MeasuredPeaks:
 
     Attributes:
         plain: What one process of the same script needed.
-        replicas: The peak of replicas, by their number.
-        shards: The peak of one replica in shards that are gathered layer by layer, by their number.
+        peaks: The peaks, by the placement, without recomputation.
     """
 
     plain: RecordedCosts
-    replicas: Mapping[int, int] = field(default_factory=dict)
-    shards: Mapping[int, int] = field(default_factory=dict)
+    peaks: Mapping[Placement, int] = field(default_factory=dict)
 
-    def beyond(self, replicas: int, shards: int, by_layer: bool) -> int:
+    def beyond(self, placement: Placement) -> int:
         """Return by how much more the model is exceeded than on one process; 0: not measured."""
-        divided = shards > 1 and by_layer
-        peak = self.shards.get(shards, 0) if divided else self.replicas.get(replicas * shards, 0)
-        if not peak or self.plain.rounds is None:
+        measured = placement.without_recompute
+        if measured not in self.peaks or self.plain.rounds is None:
             return 0
-        found = memory_of(self.plain, shards=shards) if divided else memory_of(self.plain, replicas=replicas * shards)
-        return peak - found.total
+        return self.peaks[measured] - memory_of(self.plain, measured).total
 
 
 def memory_of(
-    costs: RecordedCosts,
-    *,
-    replicas: int = 1,
-    shards: int = 1,
-    by_layer: bool = True,
-    peaks: MeasuredPeaks | None = None,
+    costs: RecordedCosts, placement: Placement = ONE_PROCESS, peaks: MeasuredPeaks | None = None
 ) -> MemoryParts:
     """Return the memory of the process that needs most. `costs.rounds` must be known.
 
     Args:
-        costs: What one process needed.
-        replicas: The number of replicas of the model.
-        shards: The number of processes that share one.
-        by_layer: Whether shards are gathered layer by layer; otherwise once a step.
+        costs: What one process needed, with the same setting for recomputation.
+        placement: The placement.
         peaks: What several processes needed; None: the memory follows from that of one.
     """
+    replicas, shards = placement.replicas, placement.shards
     if shards == 1:
         found = max((_replicated(costs, span, replicas) for span in _spans(costs, replicas)), key=_total)
-    elif by_layer:
+    elif placement.by_layer:
         found = max((_by_layer(costs, span, replicas, shards) for span in _spans(costs, replicas)), key=_total)
     else:
-        size = replicas * shards
+        size = placement.processes
         found = max((_by_step(costs, span, size, shards) for span in _spans(costs, size)), key=_total)
     if peaks is None:
         return found
-    return replace(found, unexplained=found.unexplained + peaks.beyond(replicas, shards, by_layer))
+    return replace(found, unexplained=found.unexplained + peaks.beyond(placement))
 
 
 def unexplained(costs: RecordedCosts) -> int:

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from unisono.config import CommandLine, plural, size
-from unisono.costs.candidates import NOT_PREDICTED, Candidate, Placement, ranked
+from unisono.costs.candidates import Candidate, ranked
 from unisono.costs.memory_model import MemoryParts
+from unisono.costs.placements import NOT_PREDICTED, Placement
 from unisono.costs.recorded_costs import RecordedCosts
 
 SHOWN_LAYERS = 3

@@ -3,7 +3,7 @@
 fake        a step of fake tensors: the memory of a micro-batch, whatever the size of the model
 count       the same with real tensors, where the script cannot compute with fake ones
 measure     some steps on one process: time, and its peak of memory
-together    some steps on 2, 4, ... processes: replicas, and shards that are gathered layer by layer
+together    some steps of each placement on 2, 4, ... processes, without recomputation
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
 Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation.
@@ -27,12 +27,13 @@ from unisono.cli.planning.device_rows import device_entries, device_lines, small
 from unisono.cli.planning.plan_table import PlanTable, line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, size
-from unisono.costs.candidates import Candidate, Placement, candidate, counts_up_to, placements
+from unisono.costs.candidates import Candidate, candidate
 from unisono.costs.device_costs import DeviceOffer, offers_of
 from unisono.costs.device_table import HERE, Device
 from unisono.costs.memory_model import MeasuredPeaks, memory_of
+from unisono.costs.placements import Placement, counts_up_to, placements
 from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
-from unisono.costs.time_model import Machine, rounds_of_busiest
+from unisono.costs.time_model import ShortRuns, rounds_of_busiest
 from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
 from unisono.machine.control_group import memory_of_host
@@ -106,14 +107,14 @@ class PlanTrials(TrialRunner):
         counts = counts_up_to(most)
         virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
         more = [most + 1] if most < len(plain.micro_batches) else []
-        machine, peaks = self._machine(plain, counts, more)
+        runs, peaks = self._together(plain, [*placements(most, recompute=False), *map(Placement, more)])
         by_setting = {False: plain, True: again}
         found = [
-            candidate(placement, costs, machine, peaks)
+            candidate(placement, costs, runs, peaks)
             for placement in placements(most, shards=self._shards, recompute=again is not None)
             if (costs := by_setting[placement.recompute]) is not None
         ]
-        one_more = candidate(Placement(most + 1), plain, machine, peaks) if more else None
+        one_more = candidate(Placement(more[0]), plain, runs, peaks) if more else None
         limits = {n: self._limit(n) for n in counts}
         self._refuse_small_memory(plain, found, limits)
         return PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
@@ -198,52 +199,36 @@ class PlanTrials(TrialRunner):
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
 
-    def _machine(
-        self, plain: RecordedCosts, counts: Sequence[int], more: Sequence[int]
-    ) -> tuple[Machine, MeasuredPeaks]:
-        """Measure replicas and shards on several processes. `more`: numbers of processes for replicas alone."""
+    def _together(self, plain: RecordedCosts, wanted: Sequence[Placement]) -> tuple[ShortRuns, MeasuredPeaks]:
+        """Measure placements on several processes."""
         if plain.seconds is None:
-            return Machine(), MeasuredPeaks(plain)
-        found: dict[str, dict[int, Together]] = {"replicate": {}, "shard": {}}
-        for count in [count for count in (*counts, *more) if count > 1]:
-            for axis, measured in found.items():
-                if axis == "shard" and (not self._shards or count in more):
-                    continue
-                together = self._together(axis, count, plain)
-                if together is not None:
-                    measured[count] = together
-        replicas, shards = found.values()
-        machine = Machine(
-            plain.seconds,
-            {count: each.seconds for count, each in replicas.items()},
-            {count: each.seconds for count, each in shards.items()},
-            _cores(),
-        )
-        peaks = {count: each.peak for count, each in replicas.items()}
-        return machine, MeasuredPeaks(plain, peaks, {count: each.peak for count, each in shards.items()})
+            return ShortRuns(), MeasuredPeaks(plain)
+        found: dict[Placement, Together] = {}
+        for placement in (each for each in wanted if each.processes > 1):
+            measured = self._measured(placement, plain) if self._shards or placement.shards == 1 else None
+            if measured is not None:
+                found[placement] = measured
+        runs = ShortRuns(plain.seconds, {each: measured.seconds for each, measured in found.items()}, _cores())
+        return runs, MeasuredPeaks(plain, {each: measured.peak for each, measured in found.items()})
 
-    def _together(self, axis: str, count: int, plain: RecordedCosts) -> Together | None:
-        """Return what steps on some processes took; None: they do not fit this machine, or fail."""
-        divided = axis == "shard"
-        layout = LayoutSpec({axis: str(count)})
-        if plain.rounds is not None:
-            parts = memory_of(plain, shards=count) if divided else memory_of(plain, replicas=count)
-            need = count * parts.total
-            if need > _available():
-                self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
-                return None
-        outcome = self._trial(f"{axis} {count}", (), "costs:{steps}:{folder}", layout)
+    def _measured(self, placement: Placement, plain: RecordedCosts) -> Together | None:
+        """Return what steps of a placement took; None: it does not fit this machine, or fails."""
+        count, layout = placement.processes, LayoutSpec(placement.layout)
+        if plain.rounds is not None and (need := count * memory_of(plain, placement).total) > _available():
+            self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
+            return None
+        name = str(placement)
+        outcome = self._trial(name, (), "costs:{steps}:{folder}", layout)
         if outcome.exit_status:
             self._note(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
-            self._shards = self._shards and not divided
+            self._shards = self._shards and placement.shards == 1
             return None
-        found = [self._record(f"{axis} {count}", f"rank-{rank}.json") for rank in range(count)]
+        found = [self._record(name, f"rank-{rank}.json") for rank in range(count)]
         ranks = [rank for rank in found if rank]
         if len(ranks) < count or len({len(rank["steps"]) for rank in ranks}) > 1:
             self._note(f"A process of {count} died ({layout}), so their time is not known.")
             return None
-        spans, turns = (1, count) if divided else (count, 1)
-        seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, spans, turns))
+        seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, placement))
         return Together(seconds, max(rank["memory"]["peak"] for rank in ranks))
 
     def _by_virtual_ranks(self, plain: RecordedCosts) -> dict[int, float]:

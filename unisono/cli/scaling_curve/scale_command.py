@@ -84,7 +84,7 @@ def scale(
 def _counts(text: str) -> list[int]:
     """Return the numbers of processes in ascending order; [] if they are no numbers."""
     if not text:
-        from unisono.costs.candidates import counts_up_to  # here, because it loads numpy
+        from unisono.costs.placements import counts_up_to  # here, because it loads numpy
 
         return counts_up_to(max(len(os.sched_getaffinity(0)), 2))
     try:
