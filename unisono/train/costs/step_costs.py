@@ -10,31 +10,40 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import time
 from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from unisono import phases
+from unisono.costs.recorded_costs import WARM_UP
 from unisono.errors import RunStopped
 from unisono.security.file_modes import make_folder, write_text
 from unisono.train.context import Inspection, LoopParts, RunContext
 from unisono.train.extensions import Extension
 from unisono.train.step_state import StepState
 
+TIMED_SECONDS = 1.5
+"""Short steps vary: more of them are measured, until those that are timed take this long together."""
+
+MOST_MORE = 60
+"""The most steps that are measured in addition."""
+
 STATUS, ROLLUP, CLEAR = (Path("/proc/self") / name for name in ("status", "smaps_rollup", "clear_refs"))
 
 
 class StepCosts(Extension):
-    """Measure the steps of this process, and end the run after some of them.
+    """Measure the steps of this process, and end the run after some of them: more of them if they are short.
 
     Args:
         file: The file to write.
-        steps: The number of steps.
+        steps: The least number of steps.
         context: The context of the run.
         parts: The parts of its loop.
     """
@@ -42,6 +51,7 @@ class StepCosts(Extension):
     def __init__(self, file: Path, steps: int, context: RunContext, parts: LoopParts) -> None:
         self._file, self._limit, self._context, self._parts = file, steps, context, parts
         self._steps: list[dict[str, float]] = []
+        self._is_final = False  # whether the number of steps is
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._rounds = 0
         self._began = self._changed = 0.0
@@ -57,6 +67,9 @@ class StepCosts(Extension):
         self._changed = now
 
     def before_step(self, step: StepState) -> None:
+        if step.number >= self._limit and not self._is_final:
+            self._limit += self._more()
+            self._is_final = True
         if step.number >= self._limit:
             self._write()
             raise RunStopped
@@ -67,6 +80,13 @@ class StepCosts(Extension):
         self._seconds.clear()
         self._rounds, self._waited = 0, phases.CommWait.seconds
         self._began = self._changed = time.perf_counter()
+
+    def _more(self) -> int:
+        """Return the number of steps to add: the same one on all processes."""
+        timed = [step["seconds"] for step in self._steps[WARM_UP:]]
+        group = self._context.group
+        longest = float(group.max_(torch.tensor([median(timed or [0.0])], device=group.device)).item())
+        return min(MOST_MORE, max(0, math.ceil(TIMED_SECONDS / longest) - len(timed))) if longest else 0
 
     def round_done(self, step: StepState, place: Any) -> None:
         self._rounds += 1
