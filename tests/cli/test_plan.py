@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from unisono.cli.main import main
+from unisono.costs.recorded_costs import WARM_UP
+from unisono.train.costs.step_costs import MOST_MORE, TIMED_SECONDS
 
 SCRIPT = """
 import torch, unisono
@@ -124,6 +126,21 @@ def test_a_script_without_a_step_is_named(tmp_path: Path, capsys: pytest.Capture
     error = capsys.readouterr().err
     assert "idle.py made no step." in error
     assert "Next: for step in run.steps(train_set)" in error
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("steps", [5, 500])
+def test_processes_agree_on_the_number_of_short_steps(tmp_path: Path, steps: int) -> None:
+    request = [f"--trace=costs:5:{tmp_path}/costs", "--run-dir", f"{tmp_path}/run", "--set", f"steps={steps}"]
+    words = [script(tmp_path), "--ranks", "2", *request, "--set", "epochs=none"]
+    assert main(["run", *words]) == 0
+    found = [json.loads((tmp_path / "costs" / f"rank-{rank}.json").read_text())["steps"] for rank in range(2)]
+    assert len(found[0]) == len(found[1])
+    timed = sum(max(step["seconds"] for step in both) for both in list(zip(*found, strict=True))[WARM_UP:])
+    if steps == 5:
+        assert len(found[0]) == 5, "the run has no more steps"
+    else:
+        assert len(found[0]) == 5 + MOST_MORE or timed > TIMED_SECONDS / 2
 
 
 @pytest.mark.slow
