@@ -141,10 +141,12 @@ class RateTrial(TrialRunner):
         None: there is no such setting.
         """
         settings = self._settings("rates")
+        scaled = settings.get("precision") == "fp16"  # its first updates may be skipped, until the loss scale fits
+        more = ("precision=fp32",) if scaled else ()
         for number, (name, value) in enumerate(_candidates(settings, given)):
             if number == MOST_TRIED:
                 break
-            outcome = self._sweep(f"setting {number}", 2, (f"{name}={2 * value!r}",))
+            outcome = self._sweep(f"setting {number}", 2, (f"{name}={2 * value!r}", *more))
             other = self._record(f"setting {number}") if not outcome.exit_status else None
             if other is not None and math.isclose(peak(other["given"]), 2 * peak(given), rel_tol=1e-9):
                 return name, rate * value / peak(given), value / peak(given)
