@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from unisono.data import alignment
+from unisono.data.computed_batches import IndexDataset
 from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
 from unisono.data.rng import (
@@ -76,23 +77,6 @@ class Schedule:
         self._changes = [(0, self.at(first_step - 1)), (first_step, spans)]
 
 
-class IndexDataset(Dataset[int]):
-    """No data: the samples of a step are the next `batch` integers. Fetching a micro-batch returns a range."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return self.batch
-
-    def __getitem__(self, sample: int) -> int:
-        return sample
-
-    def micro_batch(self, step: int, samples: Sequence[int]) -> range:
-        first = step * self.batch + samples[0]
-        return range(first, first + len(samples))
-
-
 class MicroBatchDataset(Dataset[Any]):
     """The user's data set, indexed by tasks instead of sample numbers. Runs in workers or in the process itself.
 
@@ -111,6 +95,7 @@ class MicroBatchDataset(Dataset[Any]):
         self._is_default = collate_fn is default_collate
         self.rows = are_rows(data, collate_fn)
         self._batched = hasattr(data, "__getitems__")
+        self.computes = isinstance(data, IndexDataset)
         self.never_draws = self.rows or type(data) is IndexDataset
 
     def __getitem__(self, task: FetchTask) -> Fetched:
@@ -136,12 +121,12 @@ class MicroBatchDataset(Dataset[Any]):
             seed_everything(task.key)
         if self.rows:
             return read_rows(data, samples)
-        if type(data) is IndexDataset:
-            return data.micro_batch(task.place.step, samples)
-        threads = torch.get_num_threads()
+        threads = 1 if self.computes else torch.get_num_threads()
         if threads > 1:
             torch.set_num_threads(1)  # as in a worker, since the bits depend on it
         try:
+            if self.computes:
+                return data.micro_batch(task.place.step, samples)
             read = data.__getitems__(samples) if self._batched else [data[i] for i in samples]
             batch = stack_tensors(read) if self._is_default else None
             return alignment.align(self.collate(read)) if batch is None else batch
@@ -196,9 +181,10 @@ class Loader:
         self._tasks: Iterator[FetchTask] | None = None  # set where nothing is prefetched
         self.fetcher = fetcher = MicroBatchDataset(data, collate or default_collate, keyed=keyed)
         self._worker_iterator: WorkerIterator[Fetched] | None = None
-        if workers == 0 and device.type == "cpu":  # a DataLoader would only add 20 microseconds a batch
+        if fetcher.computes or (workers == 0 and device.type == "cpu"):
+            # A DataLoader would only add 20 microseconds a batch, and a worker cannot compute with the script's model.
             self._tasks = self._planned
-            self._batches: Iterable[Any] = map(fetcher.fetch, self._tasks)
+            self._batches: Iterable[Any] = map(fetcher.fetch if device.type == "cpu" else self._compute, self._tasks)
             return
 
         def start_workers(report: Callable[[int], None]) -> Iterator[Fetched]:
@@ -264,16 +250,25 @@ class Loader:
         """
         samples = self.order.micro_batches(place.step, place.virtual_rank)[place.number]
         task = FetchTask(place, mix(self.order.seed, ROUND), list(samples))
+        computes = self.fetcher.computes
         try:
-            batch = self.fetcher.fetch(task)
+            batch = self._compute(task) if computes else self.fetcher.fetch(task)
         except Exception as error:
             error.add_note(_while_fetching(place, samples))
             raise
-        if self.device.type == "cpu":
+        if computes or self.device.type == "cpu":
             return place, batch
         if self.fetcher.keyed:
             seed_device(task.key, self.device)
         return place, to_device(batch, self.device)
+
+    def _compute(self, task: FetchTask) -> Any:
+        """Return a micro-batch that the script's function computes, with the generator of the device seeded before."""
+        if self.device.type == "cpu":
+            return self.fetcher.fetch(task)
+        if self.fetcher.keyed:
+            seed_device(task.key, self.device)
+        return to_device(self.fetcher.fetch(task), self.device)
 
     def skip(self, count: int, batches: Iterator[tuple[MicroBatchId, Any]]) -> None:
         """Drop the next `count` micro-batches of this process, which others have computed.

@@ -9,7 +9,8 @@ padded.
     shares  | s17 s4 | s9 s22 | s1 s30 s8 |
     micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
 
-Data in shards is not shuffled as a whole: see plan/window_shuffle.py.
+Data in shards is not shuffled as a whole: see plan/window_shuffle.py. Batches may have samples of similar length: see
+plan/length_buckets.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from unisono.plan.length_buckets import LengthBuckets
 from unisono.plan.rng_keys import ORDER, mix, shuffled
 from unisono.plan.window_shuffle import WindowShuffle
 
@@ -63,6 +65,7 @@ class BatchOrder:
         shuffle: whether epochs are shuffled.
         shards: samples in each shard, for data in shards; sample numbers run through them in order.
         window: with shards, a sample is moved by fewer places than this; 1: only the shards are shuffled.
+        lengths: of each sample, if batches are of similar length.
     """
 
     length: int
@@ -73,6 +76,7 @@ class BatchOrder:
     shuffle: bool = True
     shards: tuple[int, ...] = ()
     window: int = 1
+    lengths: tuple[int, ...] = ()
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -121,6 +125,8 @@ class BatchOrder:
         """Return positions [start, stop) of that order. The last two epochs or blocks are cached."""
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
+        if self.lengths:
+            return self._buckets.permutation(epoch)[start:stop]
         if not self.shards:
             return _permutation(self.length, self.seed, epoch)[start:stop]
         return self._windows.part(epoch, start, stop)
@@ -128,6 +134,10 @@ class BatchOrder:
     @cached_property
     def _windows(self) -> WindowShuffle:
         return WindowShuffle(self.shards, self.window, self.seed)
+
+    @cached_property
+    def _buckets(self) -> LengthBuckets:
+        return LengthBuckets(self.lengths, self.batch, self.seed)
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """Return the sample numbers of each micro-batch of a virtual rank in a step, in order."""

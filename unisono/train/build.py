@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unisono.config import Settings
 from unisono.config.wording import plural
-from unisono.data.loader import Collate, IndexDataset, Loader, Schedule, length_of, same_length
+from unisono.data.computed_batches import as_data_set
+from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
 from unisono.data.streaming.stream import Stream, shard_layout
 from unisono.distributed.existing_group import refuse_second_group
 from unisono.distributed.mesh import Mesh
-from unisono.errors import SettingsError
 from unisono.exchange.wrappers.custom import Build, CustomExchange, own_exchange
 from unisono.launcher import failure_record
 from unisono.plan.assignment import Slot
 from unisono.plan.batch_order import BatchOrder
 from unisono.train.balance.rebalance import Rebalancer, build_stealing, wants_balance
 from unisono.train.batches.batch_source import BatchSource
+from unisono.train.batches.sample_lengths import check_lengths, describe_length
 from unisono.train.batches.sequence_slices import SequenceSlices
 from unisono.train.collective import NoRecovery
 from unisono.train.context import LoopParts, RunContext
@@ -72,6 +73,7 @@ def build_loop(
     *,
     shuffle: bool,
     collate: Collate | None,
+    lengths: Sequence[int] | None,
     exchange: Build | None,
 ) -> Iterator[Step]:
     """Build the loop of a run over a data set, from the run's current step to its end. All processes call this.
@@ -79,16 +81,16 @@ def build_loop(
     Args:
         context: the context of the run.
         loop: the loop type, which the exchange chooses.
-        data: a map-style data set, a Stream, or None.
+        data: a map-style data set, a Stream, a function from sample numbers to a micro-batch, or None.
         last: returns the number of steps of the whole run over a data set.
         shuffle: whether every epoch has another order.
         collate: a list of samples -> a batch.
+        lengths: of each sample, for batches of similar length.
         exchange: builds the script's own exchange.
     """
     refuse_second_group(context.world.size)
     settings, progress, models = context.settings, context.progress, context.models
-    if data is None:
-        data, shuffle = _indices(settings), False
+    given, data = data, as_data_set(data, settings)
     custom = own_exchange(exchange, settings, context.mesh.axes)
     context.step_sync.require_same_call("run.steps")
     named = [(models.names[id(p)], p) for p in models.params]
@@ -99,11 +101,12 @@ def build_loop(
     read_lengths(context, data)
     length = length_of(data, "The training set")
     same_length(group, length, "The training set")
+    sizes = check_lengths(group, data, lengths, shuffle=shuffle)
     progress.last = last(data)
-    _check_identity(context, data, length, custom)
+    _check_identity(context, data.shape if isinstance(data, Stream) else describe_length(length, sizes), custom)
     context.monitor.typed = run_dir = shell_path(context.run_dir, context.world.folder)
     replication = build_replication(context)
-    progress.order = _order(settings, data, shuffle=shuffle)
+    progress.order = _order(settings, data, sizes, shuffle=shuffle and data is given)
     progress.exchange = (custom.promise, custom.reason) if custom is not None else None
     parts = _build_parts(context, loop, data, collate, custom, run_dir)
     extensions = [*replication, *context.extensions, *_build_extensions(context, parts)]
@@ -142,21 +145,10 @@ def _with_graphs(context: RunContext, steps: StepParts) -> StepParts:
     return steps._replace(losses=losses, hooks=hooks)
 
 
-def _indices(settings: Settings) -> IndexDataset:
-    """Return the data set of `run.steps()` without data, which yields sample numbers."""
-    if settings.steps is None:
-        raise SettingsError(
-            "run.steps was called without data.",
-            f"The settings say epochs={settings.epochs}, and an epoch is a pass over data.",
-            "--set steps=100 --set epochs=none",
-        )
-    return IndexDataset(settings.batch)
-
-
-def _check_identity(context: RunContext, data: Any, length: int, custom: CustomExchange | None) -> None:
+def _check_identity(context: RunContext, length: int | str, custom: CustomExchange | None) -> None:
     """Record the facts on which the bits of the run depend, and compare them with those of the resumed run."""
     identity, state, progress, settings = context.identity, context.state, context.progress, context.settings
-    identity["length"] = data.shape if isinstance(data, Stream) else length
+    identity["length"] = length
     identity["ties"] = context.models.ties or "none"
     identity["own exchange"] = context.exchange_states.own = custom.name if custom is not None else "none"
     by_rank = context.group.all_gather_object(
@@ -184,7 +176,7 @@ def shell_path(path: Path, folder: str) -> str:
     return shlex.quote(str(path.relative_to(folder) if within else path))
 
 
-def _order(settings: Settings, data: Any, *, shuffle: bool) -> BatchOrder:
+def _order(settings: Settings, data: Any, lengths: tuple[int, ...], *, shuffle: bool) -> BatchOrder:
     shards, window = shard_layout(data)
     return BatchOrder(
         length=len(data),
@@ -195,6 +187,7 @@ def _order(settings: Settings, data: Any, *, shuffle: bool) -> BatchOrder:
         shuffle=shuffle,
         shards=shards,
         window=window,
+        lengths=lengths,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -194,6 +194,7 @@ class Run(MediaVerbs, Generic[S]):
         *,
         shuffle: bool = True,
         collate_fn: Collate | None = None,
+        lengths: Sequence[int] | None = None,
         exchange: Build | None = None,
     ) -> Iterator[Step]:
         """Yield the steps of the run over a data set, from the run's current step to its end.
@@ -202,10 +203,11 @@ class Run(MediaVerbs, Generic[S]):
 
         Args:
             data: a map-style data set, with __len__ and __getitem__ (or __getitems__), or a Stream. None: each
-                micro-batch is a range of sample numbers, which continue from step to step. Use this if the loop makes
-                its own data (rollouts, synthetic data).
+                micro-batch is a range of sample numbers, which continue from step to step. A function makes a
+                micro-batch from such a range when the step needs it: rollouts, synthetic data (docs/guide/data.md).
             shuffle: False: every epoch reads the data in the order of the data set.
             collate_fn: a list of samples -> a batch; by default torch's default_collate.
+            lengths: of each sample. The samples of a batch are then of similar length, so that padding is short.
             exchange: your own (docs/guide/exchanges/custom.md): (params, virtual_ranks, group) -> unisono.Exchange.
 
         Raises:
@@ -226,6 +228,7 @@ class Run(MediaVerbs, Generic[S]):
             self.count_steps,
             shuffle=shuffle,
             collate=collate_fn,
+            lengths=lengths,
             exchange=exchange,
         )
         self._has_steps = True

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
 from unisono.config import Settings
+from unisono.data.computed_batches import IndexDataset, as_data_set
 from unisono.data.loader import Collate, length_of
 from unisono.data.rng import seed_everything
 from unisono.distributed.process_group import ProcessGroup
@@ -104,6 +105,7 @@ class FakeRun(DryRun[S]):
     def steps(self, data: Any = None, *, collate_fn: Collate | None = None, **_: Any) -> Iterator[Any]:
         """Yield two steps, which are counted."""
         settings = self.settings
+        data = as_data_set(data, settings)
         length = length_of(data, "The training set")
         self._order = order = BatchOrder(
             length=length,
@@ -114,10 +116,14 @@ class FakeRun(DryRun[S]):
             shuffle=False,
         )
         first, last = order.micro_bounds(0, 0)[0]
-        rows = [data[i] for i in range(last - first)]
-        batch = (collate_fn or default_collate)(rows)
-        batch = tree_map_only(torch.Tensor, partial(self.fake.from_tensor, static_shapes=True), batch)
-        self._open.enter_context(self.fake)
+        if isinstance(data, IndexDataset):
+            self._open.enter_context(self.fake)
+            batch = data.micro_batch(0, range(last - first))
+        else:
+            rows = [data[i] for i in range(last - first)]
+            batch = (collate_fn or default_collate)(rows)
+            batch = tree_map_only(torch.Tensor, partial(self.fake.from_tensor, static_shapes=True), batch)
+            self._open.enter_context(self.fake)
         for number in range(STEPS):
             yield FakeStep(self, number, settings.batch, batch)
         raise LoopReached

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from unisono import phases
-from unisono.data.loader import IndexDataset
+from unisono.data.computed_batches import IndexDataset
 from unisono.data.streaming.stream import Stream
 from unisono.errors import RunStopped
 from unisono.exchange.buckets import finite
@@ -178,7 +178,7 @@ class Replay(Extension):
             found = [data.address(number) for number in numbers]
             return [f"{data.shards.names[shard]}[{offset}]" for shard, offset in found]
         if isinstance(data, IndexDataset):
-            return list(data.micro_batch(place.step, numbers))
+            return list(data.numbers(place.step, numbers))
         return numbers
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import _utils
 
-from unisono.data.loader import IndexDataset
+from unisono.data.computed_batches import IndexDataset
 from unisono.data.rng import preserve_rng
 from unisono.plan.batch_order import MicroBatchId
 from unisono.tensors.digest import content_digest
