@@ -20,8 +20,11 @@ from tools import reference_tables
 from unisono.cli.main import main
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.settings_help import settings_table
+from unisono.cli.request.target import recipes
 from unisono.errors import Problem
 from unisono.launcher import local_launch
+
+KNOWN = f"The recipes are {', '.join(recipes())}."
 
 
 @pytest.mark.ci
@@ -31,19 +34,19 @@ from unisono.launcher import local_launch
         (
             "run txt",
             "There is no recipe or script txt.",
-            "The recipes are distill, image, speech, supernet, text, topics.",
+            KNOWN,
             "unisono run text --json",
         ),
         (
             "run trian.py",
             "There is no recipe or script trian.py.",
-            "The recipes are distill, image, speech, supernet, text, topics.",
+            KNOWN,
             "unisono run train.py --json",
         ),
         (
             "run nope.py",
             "There is no recipe or script nope.py.",
-            "The recipes are distill, image, speech, supernet, text, topics.",
+            KNOWN,
             "unisono run --help",
         ),
         ("run .", ". is a folder.", "A target is a recipe or a script.", "unisono run train.py --json"),
@@ -120,7 +123,7 @@ from unisono.launcher import local_launch
         (
             "copy txt",
             "There is no recipe txt.",
-            "The recipes are distill, image, speech, supernet, text, topics.",
+            KNOWN,
             "unisono copy text",
         ),
         (
