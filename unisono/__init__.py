@@ -25,6 +25,12 @@ _EXPORTS = {
     "SavedWeights": "unisono.checkpoint.saved_weights",
     "SequenceDims": "unisono.parallel.context_parallel.sequence_split",
     "Run": "unisono.train.run",
+    "Mixture": "unisono.data.mixture",
+    "Packed": "unisono.data.packing",
+    "ShardCache": "unisono.data.streaming.shard_cache",
+    "document_bounds": "unisono.data.packing",
+    "document_mask": "unisono.data.packing",
+    "next_tokens": "unisono.data.packing",
     "Step": "unisono.train.step",
     "Stream": "unisono.data.streaming.stream",
     "ParallelPlan": "unisono.parallel.parallel_plan",
@@ -62,6 +68,12 @@ if TYPE_CHECKING:
     from unisono.config import PromiseSettings as PromiseSettings
     from unisono.config import Settings as Settings
     from unisono.config import SpeedSettings as SpeedSettings
+    from unisono.data.mixture import Mixture as Mixture
+    from unisono.data.packing import Packed as Packed
+    from unisono.data.packing import document_bounds as document_bounds
+    from unisono.data.packing import document_mask as document_mask
+    from unisono.data.packing import next_tokens as next_tokens
+    from unisono.data.streaming.shard_cache import ShardCache as ShardCache
     from unisono.data.streaming.stream import Stream as Stream
     from unisono.distributed.collectives import Collectives as Collectives
     from unisono.entrypoint import main as main

@@ -327,9 +327,9 @@ CHECK = "unisono check train.py --json"
         (
             "xyzzy",
             "There is no command xyzzy.",
-            "The commands are run, slurm, kubernetes, ray, copy, convert, bench, speedup, scale, plan, tune, check, "
-            "prove, audit, replay, verify, report, watch, top, doctor, logs, audit-log, fingerprint, profile, export, "
-            "predict.",
+            "The commands are run, slurm, kubernetes, ray, copy, convert, shards, bench, speedup, scale, plan, tune, "
+            "check, prove, audit, replay, verify, report, watch, top, doctor, logs, audit-log, fingerprint, profile, "
+            "export, predict.",
             "unisono --help",
         ),
     ],

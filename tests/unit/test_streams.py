@@ -137,7 +137,7 @@ def damage_tar(folder: Path, member: int, at: int, to: bytes | None) -> Path:
 def stop(stream: Stream) -> str:
     with join(World()) as group:
         try:
-            stream.count_shards(group, "stop")
+            stream.prepare(group, "stop")
             stream.__getitems__(list(range(len(stream))))
         except DataError as error:
             return str(error)
@@ -146,7 +146,7 @@ def stop(stream: Stream) -> str:
 
 def skip(stream: Stream) -> list[int]:
     with join(World()) as group:
-        stream.count_shards(group, "skip")
+        stream.prepare(group, "skip")
         return numbers(stream.__getitems__(list(range(len(stream)))))
 
 
@@ -209,7 +209,7 @@ def test_a_micro_batch_of_damaged_samples_only(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("1\n2\nno\nnor this\n")
     stream = Stream.json_lines(tmp_path / "x.jsonl")
     with join(World()) as group:
-        stream.count_shards(group, "skip")
+        stream.prepare(group, "skip")
     assert stream.__getitems__([0, 2]) == [1]
     with pytest.raises(DataError, match="All 2 samples of a micro-batch are damaged"):
         stream.__getitems__([2, 3])
@@ -222,7 +222,7 @@ def test_an_error_of_map_is_raised_unchanged(tmp_path: Path) -> None:
         stream.__getitems__([0, 1])
     assert caught.value.__notes__ == [f"while mapping sample 1 of {tmp_path}/x.jsonl"]
     with join(World()) as group:
-        stream.count_shards(group, "skip")
+        stream.prepare(group, "skip")
     assert stream.__getitems__([0, 1, 2]) == [1.0, 0.5]
 
 

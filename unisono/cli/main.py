@@ -43,6 +43,7 @@ from unisono.cli.request.run_options import RunRequest, split
 from unisono.cli.request.suggestions import parsed
 from unisono.cli.request.target import recipes
 from unisono.cli.scaling_curve.scale_command import scale
+from unisono.cli.sharding.shards_command import shards
 from unisono.cli.speedup.speedup_command import speedup
 from unisono.cli.tuning.tune_command import tune
 from unisono.config import Settings, entries_of
@@ -60,6 +61,7 @@ Examples:
   unisono ray train.py --ranks 8        train in actors of Ray
   unisono copy text train.py            copy a recipe, to change it
   unisono convert ddp.py                convert a script for DDP or Accelerate
+  unisono shards pictures shards        write shards of a folder, with an index
   unisono check train.py                compare 1, 2 and 3 processes bit by bit
   unisono prove train.py                compare shards and other placements
   unisono speedup train.py              try faster kernels
@@ -112,6 +114,11 @@ CONVERT = """\
   unisono convert ddp.py                 to ddp_unisono.py, beside it
   unisono convert ddp.py train.py --ranks 4
   unisono convert ddp.py --no-check --force
+"""
+SHARDS = """\
+  unisono shards pictures shards         a folder for each class
+  unisono shards texts shards --shard-size 1GB --order shuffled
+  unisono shards pictures shards --skip-bad --force
 """
 KUBERNETES = """\
   unisono kubernetes train.py --ranks 16 --image IMAGE --claim runs | kubectl apply -f -
@@ -221,6 +228,7 @@ VERBS: tuple[tuple[Callable[..., int], Group, str], ...] = (
     (ray, TRAIN, RAY),
     (copy, TRAIN, COPY),
     (convert, TRAIN, CONVERT),
+    (shards, TRAIN, SHARDS),
     (bench, TRAIN, BENCH),
     (speedup, TRAIN, SPEEDUP),
     (scale, TRAIN, SCALE),

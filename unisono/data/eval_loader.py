@@ -16,8 +16,8 @@ from torch.utils.data import IterableDataset, default_collate
 from unisono.config import Settings
 from unisono.data import alignment
 from unisono.data.loader import Collate, Loader, Schedule, length_of, refuse_data_loader, same_length, to_device
+from unisono.data.prepared import not_counting, prepare
 from unisono.data.rng import seed_everything
-from unisono.data.streaming.stream import count_stream
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
 from unisono.plan.assignment import Slot
@@ -72,7 +72,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[EvalBatch]:
         refuse_data_loader(self.data, self.what)
-        count_stream(self.data, self.group, self.settings.loader.on_error)
+        prepare(self.data, self.group, self.settings.loader.on_error, not_counting)
         sized = hasattr(self.data, "__getitem__") and hasattr(self.data, "__len__")
         if sized and not isinstance(self.data, IterableDataset):
             return self._indexed()

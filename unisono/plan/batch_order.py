@@ -10,7 +10,8 @@ padded.
     micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
 
 Data in shards is not shuffled as a whole: see plan/window_shuffle.py. Batches may have samples of similar length: see
-plan/length_buckets.py.
+plan/length_buckets.py. A mixture of several sources, in which an "epoch" has as many samples as its sources have
+together, has an order of its own: see plan/mixing/mixture_order.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.plan.length_buckets import LengthBuckets
+from unisono.plan.mixing.mixture_order import Mixing, MixtureOrder
 from unisono.plan.rng_keys import ORDER, mix, shuffled
 from unisono.plan.window_shuffle import WindowShuffle
 
@@ -66,6 +68,7 @@ class BatchOrder:
         shards: samples in each shard, for data in shards; sample numbers run through them in order.
         window: with shards, a sample is moved by fewer places than this; 1: only the shards are shuffled.
         lengths: of each sample, if batches are of similar length.
+        mixing: for a mixture, its sources and their weights; sample numbers run through them in order.
     """
 
     length: int
@@ -77,6 +80,7 @@ class BatchOrder:
     shards: tuple[int, ...] = ()
     window: int = 1
     lengths: tuple[int, ...] = ()
+    mixing: Mixing | None = None
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -123,6 +127,8 @@ class BatchOrder:
 
     def part(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return positions [start, stop) of that order. The last two epochs or blocks are cached."""
+        if self.mixing is not None:
+            return self._mixed(epoch, start, stop)
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         if self.lengths:
@@ -138,6 +144,17 @@ class BatchOrder:
     @cached_property
     def _buckets(self) -> LengthBuckets:
         return LengthBuckets(self.lengths, self.batch, self.seed)
+
+    def _mixed(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
+        first, last = start // self.batch, max(-(-stop // self.batch), start // self.batch + 1)
+        steps = [self._mixture.step(epoch * self.steps_per_epoch + i) for i in range(first, last)]
+        numbers = steps[0] if len(steps) == 1 else np.concatenate(steps)
+        return numbers[start - first * self.batch : stop - first * self.batch]
+
+    @cached_property
+    def _mixture(self) -> MixtureOrder:
+        assert self.mixing is not None
+        return MixtureOrder(self.mixing, self.samples, self.seed, shuffle=self.shuffle)
 
     def micro_batches(self, step: int, virtual_rank: int) -> list[list[int]]:
         """Return the sample numbers of each micro-batch of a virtual rank in a step, in order."""

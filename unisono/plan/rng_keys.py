@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT, SHARDS = range(1, 9)
+ORDER, ROUND, INIT, EVALUATE, STEP, UPDATE, SCRIPT, SHARDS, MIXTURE = range(1, 10)
 """Purposes of keys. Two purposes never share a stream of random numbers."""
 
 _MASK = (1 << 64) - 1

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.config import Settings
-from unisono.config.wording import plural
 from unisono.data.computed_batches import as_data_set
 from unisono.data.loader import Collate, Loader, Schedule, length_of, same_length
-from unisono.data.streaming.stream import Stream, shard_layout
+from unisono.data.prepared import layout_of, mixing_of, prepare, shape_of
 from unisono.distributed.existing_group import refuse_second_group
 from unisono.distributed.mesh import Mesh
 from unisono.exchange.wrappers.custom import Build, CustomExchange, own_exchange
@@ -48,7 +47,7 @@ from unisono.train.verification.verification import build_verification
 
 
 def total_steps(context: RunContext, data: Any) -> int:
-    """Return the number of steps of the whole run over a data set. For a Stream all processes call this together."""
+    """Return the number of steps of the whole run over a data set. Collective for a Stream."""
     settings = context.settings
     if settings.steps is not None:
         return settings.steps
@@ -58,11 +57,8 @@ def total_steps(context: RunContext, data: Any) -> int:
 
 
 def read_lengths(context: RunContext, data: Any) -> None:
-    """Count the samples of a Stream. Print a line first, because that may take a while."""
-    if isinstance(data, Stream):
-        if data.counts is None:
-            context.monitor.note(f"counting the samples of {plural(len(data.shards.names), 'shard')}")
-        data.count_shards(context.group, context.settings.loader.on_error)
+    """Count the samples of data whose length is not known yet, such as a Stream. Collective."""
+    prepare(data, context.group, context.settings.loader.on_error, context.monitor.note)
 
 
 def build_loop(
@@ -81,7 +77,7 @@ def build_loop(
     Args:
         context: the context of the run.
         loop: the loop type, which the exchange chooses.
-        data: a map-style data set, a Stream, a function from sample numbers to a micro-batch, or None.
+        data: a map-style data set, a Stream, a Mixture, a function from sample numbers to a micro-batch, or None.
         last: returns the number of steps of the whole run over a data set.
         shuffle: whether every epoch has another order.
         collate: a list of samples -> a batch.
@@ -103,7 +99,7 @@ def build_loop(
     same_length(group, length, "The training set")
     sizes = check_lengths(group, data, lengths, shuffle=shuffle)
     progress.last = last(data)
-    _check_identity(context, data.shape if isinstance(data, Stream) else describe_length(length, sizes), custom)
+    _check_identity(context, shape_of(data, describe_length(length, sizes)), custom)
     context.monitor.typed = run_dir = shell_path(context.run_dir, context.world.folder)
     replication = build_replication(context)
     progress.order = _order(settings, data, sizes, shuffle=shuffle and data is given)
@@ -177,17 +173,18 @@ def shell_path(path: Path, folder: str) -> str:
 
 
 def _order(settings: Settings, data: Any, lengths: tuple[int, ...], *, shuffle: bool) -> BatchOrder:
-    shards, window = shard_layout(data)
+    layout = layout_of(data)
     return BatchOrder(
-        length=len(data),
+        length=layout.length,
         batch=settings.batch,
         virtual_ranks=settings.virtual_ranks,
         micro_batch=settings.micro_batch,
         seed=settings.seed,
         shuffle=shuffle,
-        shards=shards,
-        window=window,
+        shards=layout.shards,
+        window=layout.window,
         lengths=lengths,
+        mixing=mixing_of(data),
     )
 
 

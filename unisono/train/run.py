@@ -105,7 +105,7 @@ class Run(MediaVerbs, Generic[S]):
         return self._total_steps
 
     def count_steps(self, data: Any) -> int:
-        """Return the optimizer steps of the whole run over a data set (for a Stream, all processes call this)."""
+        """Return the optimizer steps of the whole run over a data set (of a Stream: on all processes)."""
         if self._total_steps is None:
             self._total_steps = total_steps(self.context, data)
         return self._total_steps
@@ -202,8 +202,8 @@ class Run(MediaVerbs, Generic[S]):
         Between two steps, checkpoints are written and signals are handled.
 
         Args:
-            data: a map-style data set, with __len__ and __getitem__ (or __getitems__), or a Stream. None: each
-                micro-batch is a range of sample numbers, which continue from step to step. A function makes a
+            data: a map-style data set, with __len__ and __getitem__ (or __getitems__), a Stream, or a Mixture. None:
+                each micro-batch is a range of sample numbers, which continue from step to step. A function makes a
                 micro-batch from such a range when the step needs it: rollouts, synthetic data (docs/guide/data.md).
             shuffle: False: every epoch reads the data in the order of the data set.
             collate_fn: a list of samples -> a batch; by default torch's default_collate.

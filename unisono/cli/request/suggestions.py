@@ -70,6 +70,7 @@ OPERANDS = {
     "replay": ("a run directory, and a step", "runs/NAME-TIME --step 43"),
     "copy": ("the name of a recipe", "text"),
     "convert": ("the path of a script", "train.py"),
+    "shards": ("a folder of files, and the folder to write", "pictures shards"),
     "fingerprint": ("a run directory, or a checkpoint", "runs/NAME-TIME"),
     "export": ("a run directory, or a checkpoint, and the file to write", "runs/NAME-TIME model.safetensors"),
     "predict": ("a run directory, the data, and the file to write", "runs/NAME-TIME texts.txt labels.jsonl"),
@@ -82,7 +83,7 @@ PATHS = {"--run-dir": "runs/mine", "--settings": "", "--script": ""}
 """Flags that take a path, and an example; "" if the command without the flag is the likelier one."""
 
 EXAMPLES = {"N": "2", "K": "0", "X": "0.001", "LIST": "1MB,16MB", "LAYOUT": "shard=2"}
-EXAMPLES |= {"SECONDS": "120", "LIMIT": "12:00:00", "INDICES": "0-7"}
+EXAMPLES |= {"SIZE": "1GB", "SECONDS": "120", "LIMIT": "12:00:00", "INDICES": "0-7"}
 """A valid value for each placeholder in the help."""
 
 VERBS_ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Files as shards: expand patterns, open files, and cache an index of where the samples of a file begin."""
+"""Files as shards: expand patterns, open files, and keep an index of where the samples of a file begin."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any
 
 import fsspec  # type: ignore[import-untyped]
 from braceexpand import braceexpand
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from fsspec.compression import compr  # type: ignore[import-untyped]
 from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
 from unisono import environment
+from unisono.data.streaming.local_file import open_local
+from unisono.data.streaming.remote_file import is_remote, open_remote, try_again, version_of
+from unisono.data.streaming.shard_cache import RemoteShard, ShardCache
 from unisono.errors import DataError
+from unisono.json_forms import parse_value
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "hf", "http", "https", "file", "local", "memory")
 """Schemes of URLs of shards. fsspec knows more, and some of them run programs, or join several URLs to one."""
@@ -27,8 +34,15 @@ MOST_SAMPLE = 1 << 31
 """Largest size in bytes of one file in a compressed tar, and of one line of a compressed file. A compressed file of
 1 MB may hold 1 GB of zeros."""
 
+MOST_PREAD = 1 << 30
+"""Largest size in bytes of one read at a position. Linux returns at most 2 GiB at once."""
+
 INDEX_VERSION = 1
 """Version of the cached indexes; part of their file names."""
+
+
+Urls = str | Path | Sequence[str | Path]
+"""Paths or URLs, or patterns of them."""
 
 
 class DamagedSample(Exception):
@@ -44,7 +58,7 @@ class DamagedSample(Exception):
         self.offset, self.why = offset, why
 
 
-def expand(urls: str | Path | Sequence[str | Path]) -> list[str]:
+def expand(urls: Urls) -> list[str]:
     """Return the files that the patterns match, sorted within each pattern.
 
     `{000..099}` and `{train,more}` expand as in bash; `*` and `?` match existing files. Unbalanced braces are taken
@@ -100,23 +114,90 @@ def compression(url: str) -> str | None:
     return "gzip" if url.endswith(".tgz") else infer_compression(url)  # fsspec does not know .tgz
 
 
-def open_file(url: str) -> IO[bytes]:
-    """Open a file for reading, and decompress it while it is read.
+@dataclass(frozen=True)
+class ShardFile:
+    """A file that is a shard.
 
-    Raises:
-        DataError: the file cannot be opened.
+    Attributes:
+        url: its path or URL.
+        cache: where remote shards are kept; None: they are not.
+        size: in bytes, as its index says; None: unknown.
+        sha256: as its index says; "": unknown.
+        offsets: URL of a file that says where its samples begin; "": there is none.
     """
-    refuse_scheme(url)
-    try:
-        system, path = fsspec.core.url_to_fs(url)
-        if isinstance(system, LocalFileSystem) and not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("it is no regular file")  # a FIFO would wait, and a device has no end
-        file: IO[bytes] = fsspec.open(url, "rb", compression=compression(url)).open()
-    except (OSError, ImportError, ValueError) as error:
-        raise DataError(
-            f"Cannot open the shard {url}.", f"{type(error).__name__}: {error}", "check the path and its permissions."
-        ) from None
-    return file
+
+    url: str
+    cache: ShardCache | None = None
+    size: int | None = None
+    sha256: str = ""
+    offsets: str = ""
+
+    def open(self) -> IO[bytes]:
+        """Open the file for reading, from the cache if there is one, and decompress it while it is read.
+
+        Raises:
+            DataError: the file cannot be opened.
+        """
+        refuse_scheme(self.url)
+        file = self._open_remote() if is_remote(self.url) else self._open_local()
+        kind = compression(self.url)
+        opened: IO[bytes] = compr[kind](file, mode="rb") if kind else file
+        return opened
+
+    def _open_local(self) -> IO[bytes]:
+        path = fsspec.core.url_to_fs(self.url)[1]
+        try:
+            size = os.stat(path)
+            if not stat.S_ISREG(size.st_mode):
+                raise ValueError("it is no regular file")  # a FIFO would wait, and a device has no end
+            if self.size is not None and size.st_size != self.size:
+                raise ValueError(f"it has {size.st_size:,} bytes, and {self.size:,} in its index")
+            return open_local(path)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"Cannot open the shard {self.url}.",
+                f"{type(error).__name__}: {error}",
+                "check the path and its permissions.",
+            ) from None
+
+    def _open_remote(self) -> IO[bytes]:
+        if self.cache is not None:
+            size, version = (self.size, "") if self.sha256 else try_again(self.url, partial(version_of, self.url))
+            shard = RemoteShard(self.url, size, version, self.sha256)
+            if (cached := self.cache.open(shard, partial(open_remote, self.url))) is not None:
+                return cached
+        return open_remote(self.url)
+
+    def index(self, build: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
+        """Return `build()`, a JSON value that says where the samples are; or what was written beside the shard.
+
+        Args:
+            build: scans the shard.
+            read: checks a value that was written beside it. Raises ValueError for one that it cannot be.
+        """
+        if not self.offsets:
+            return cached_index(self.url, build)
+        with ShardFile(self.offsets, self.cache).open() as file:
+            text = file.read()
+        try:
+            return read(parse_value(text))
+        except ValueError as error:
+            raise DataError(
+                f"The index {self.offsets} of a shard is broken.",
+                f"{error}",
+                "write the shards again: unisono shards FOLDER OUT --force",
+            ) from None
+
+
+def read_at(file: IO[bytes], begin: int, size: int) -> bytes:
+    """Return `size` bytes of a file from the byte `begin` on; fewer at its end."""
+    if size <= MOST_PREAD:
+        try:
+            return os.pread(file.fileno(), size, begin)
+        except UnsupportedOperation:  # a file at a URL
+            pass
+    file.seek(begin)
+    return file.read(size)
 
 
 def cached_index(url: str, build: Callable[[], Any]) -> Any:
@@ -132,22 +213,20 @@ def cached_index(url: str, build: Callable[[], Any]) -> Any:
     if path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(index), encoding="utf-8")
-            partial.replace(path)
+            draft = path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(index), encoding="utf-8")
+            draft.replace(path)
     return index
 
 
 def _index_path(url: str) -> Path | None:
     """Return the path of a file's cached index; None if the file system reports no modification time or ETag."""
     try:
-        file_system, path = fsspec.core.url_to_fs(url)
-        info = file_system.info(path)
-    except (OSError, ImportError, ValueError):
+        size, version = version_of(url)
+    except Exception:  # a source that is away, with an error of its own type; reading the file will tell
         return None
-    version = next((info[key] for key in ("mtime", "ETag", "etag", "LastModified", "updated") if info.get(key)), None)
-    if version is None:
+    if not version:
         return None
-    where = os.path.abspath(path) if "://" not in url else url
-    name = hashlib.sha256(repr((INDEX_VERSION, where, info.get("size"), str(version))).encode()).hexdigest()
+    where = os.path.abspath(url) if "://" not in url else url
+    name = hashlib.sha256(repr((INDEX_VERSION, where, size, version)).encode()).hexdigest()
     return environment.cache() / "shards" / f"{name[:40]}.json"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,12 @@ import numpy as np
 from unisono.data.streaming.files import (
     MOST_SAMPLE,
     DamagedSample,
-    cached_index,
+    ShardFile,
     compression,
     decode_json,
-    expand,
-    open_file,
+    read_at,
 )
+from unisono.errors import DataError
 
 BLOCK_BYTES = 1 << 20
 """Size of a read while a file is indexed."""
@@ -26,23 +25,33 @@ BLOCK_BYTES = 1 << 20
 class JsonLines:
     """Shards (unisono.data.streaming.stream.Shards) of JSON-lines files."""
 
-    def __init__(self, urls: str | Path | Sequence[str | Path]) -> None:
-        self.names = expand(urls)
+    def __init__(self, files: Sequence[ShardFile]) -> None:
+        self.files, self.names = files, [file.url for file in files]
 
     def open(self, shard: int) -> LineReader | CompressedLineReader:
-        url = self.names[shard]
-        return CompressedLineReader(url) if compression(url) else LineReader(url)
+        file = self.files[shard]
+        return CompressedLineReader(file) if compression(file.url) else LineReader(file)
 
     def decode(self, raw: bytes) -> Any:
         return decode_json(raw)
 
 
+def line_offsets(value: Any) -> list[list[int]]:
+    """Return the bounds of each line. Raises ValueError if the value is something else."""
+    for bounds in value if isinstance(value, list) else [value]:
+        is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(type(number) is int for number in bounds)
+        if not is_pair or not 0 <= bounds[0] <= bounds[1]:
+            raise ValueError(f"{str(bounds)[:60]} are no bounds of a line")
+    lines: list[list[int]] = value
+    return lines
+
+
 class LineReader:
     """The lines of an uncompressed file, by number."""
 
-    def __init__(self, url: str) -> None:
-        self._file = open_file(url)
-        self._bounds: list[list[int]] = cached_index(url, self._scan)
+    def __init__(self, file: ShardFile) -> None:
+        self._file = file.open()
+        self._bounds: list[list[int]] = file.index(self._scan, line_offsets)
 
     def _scan(self) -> list[list[int]]:
         """Return [begin, end] in bytes of every line that is not empty."""
@@ -57,8 +66,7 @@ class LineReader:
         return [[a, b] for a, b in bounds if b - a > 1 or (b > a and self._read(a, b).strip())]
 
     def _read(self, begin: int, end: int) -> bytes:
-        self._file.seek(begin)
-        return self._file.read(end - begin)
+        return read_at(self._file, begin, end - begin)
 
     def __len__(self) -> int:
         return len(self._bounds)
@@ -77,15 +85,17 @@ class LineReader:
 class CompressedLineReader:
     """The lines of a compressed file, from its beginning."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, file: ShardFile) -> None:
+        self._shard = file
 
     def __iter__(self) -> Iterator[bytes]:
         offset = 0
-        with open_file(self._url) as file:
+        with self._shard.open() as file:
             while True:
                 try:
                     line = file.readline(MOST_SAMPLE)
+                except DataError:  # the source is away
+                    raise
                 except Exception as error:  # zlib, lzma and bz2 raise errors of their own types
                     raise DamagedSample(offset, f"It cannot be decompressed: {error}") from error
                 if not line:

@@ -23,14 +23,19 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
-from unisono.data.streaming.files import DamagedSample
+from unisono.config.wording import plural
+from unisono.data.prepared import OnError, PreparedDataset, not_counting
+from unisono.data.streaming.files import DamagedSample, ShardFile, Urls, expand
+from unisono.data.streaming.shard_cache import ShardCache
+from unisono.data.streaming.shard_index import read_index
 from unisono.errors import DataError
 from unisono.plan.batch_order import cut_batch
+from unisono.plan.mixing.mixture_order import SourceLayout
 
 if TYPE_CHECKING:
     from unisono.distributed.process_group import ProcessGroup
@@ -61,7 +66,7 @@ class Shards(Protocol):
         """Return a raw sample as the user gets it. Raises ValueError for a damaged one."""
 
 
-class Stream(Dataset[Any]):
+class Stream(PreparedDataset):
     """A data set of shards. Pass it to `run.steps`, `run.evaluate` or `run.predict` like any other.
 
     Args:
@@ -91,6 +96,8 @@ class Stream(Dataset[Any]):
         if window < 1:
             raise DataError(f"The window of a stream cannot be {window}.", "1 means no shuffling.", "window=1")
         self.shards, self.window, self.map = shards, window, map
+        self.classes: Sequence[str] = ()
+        """The names of the classes, for shards that were written from a folder for each class."""
         self.counts = tuple(counts) if counts is not None else None
         self._ends = np.cumsum(self.counts) if self.counts is not None else None
         self._skip_damaged = False
@@ -100,7 +107,7 @@ class Stream(Dataset[Any]):
     # -- constructors
 
     @classmethod
-    def tar(cls, urls: str | Path | Sequence[str | Path], **more: Any) -> Stream:
+    def tar(cls, urls: Urls, *, cache: ShardCache | None = None, **more: Any) -> Stream:
         """Read tar files in WebDataset's layout: members that share a name up to its first dot are one sample.
 
         A sample is a dict: "__key__", and the content of each member by its extension. `cls` becomes a number, `txt` a
@@ -108,23 +115,47 @@ class Stream(Dataset[Any]):
 
         Args:
             urls: paths or URLs that fsspec knows, with {000..099}, {a,b} and *; .gz, .bz2 and .xz are decompressed.
+            cache: keeps shards at URLs on a local disk.
             more: window, map and counts: see Stream.
         """
         from unisono.data.streaming.tar import TarShards
 
-        return cls(TarShards(urls), **more)
+        return cls(TarShards([ShardFile(url, cache) for url in expand(urls)]), **more)
 
     @classmethod
-    def json_lines(cls, urls: str | Path | Sequence[str | Path], **more: Any) -> Stream:
+    def json_lines(cls, urls: Urls, *, cache: ShardCache | None = None, **more: Any) -> Stream:
         """Read files with a JSON value in each line; empty lines are skipped.
 
         Args:
             urls: as for Stream.tar.
+            cache: as for Stream.tar.
             more: window, map and counts: see Stream.
         """
         from unisono.data.streaming.jsonl import JsonLines
 
-        return cls(JsonLines(urls), **more)
+        return cls(JsonLines([ShardFile(url, cache) for url in expand(urls)]), **more)
+
+    @classmethod
+    def indexed(cls, url: str | Path, *, cache: ShardCache | None = None, **more: Any) -> Stream:
+        """Read the shards that `unisono shards` has written. Its index says what they are, so none is counted.
+
+        Args:
+            url: the folder of the shards and their index, or its URL.
+            cache: as for Stream.tar.
+            more: window and map: see Stream.
+
+        Raises:
+            DataError: there is no index, or it is broken.
+        """
+        from unisono.data.streaming.jsonl import JsonLines
+        from unisono.data.streaming.tar import TarShards
+
+        index = read_index(url)
+        files = index.files(cache)
+        shards: Shards = TarShards(files) if index.kind == "tar" else JsonLines(files)
+        stream = cls(shards, counts=[entry.samples for entry in index.shards], **more)
+        stream.classes = index.classes
+        return stream
 
     @classmethod
     def hugging_face(cls, dataset: Any, **more: Any) -> Stream:
@@ -142,15 +173,11 @@ class Stream(Dataset[Any]):
 
     # -- the data set
 
-    def count_shards(self, group: ProcessGroup, on_error: Literal["stop", "skip"]) -> None:
-        """Count the samples of every shard, each shard in one process. Collective; a second call costs nothing.
-
-        Args:
-            group: all processes of the run.
-            on_error: whether damaged samples raise DataError or are skipped, here and when samples are read.
-        """
+    def prepare(self, group: ProcessGroup, on_error: OnError, note: Callable[[str], None] = not_counting) -> None:
+        """Count the samples of every shard, each shard in one process. Collective; a second call costs nothing."""
         self._skip_damaged = on_error == "skip"
         if self.counts is None:
+            note(f"counting the samples of {plural(len(self.shards.names), 'shard')}")
             part = cut_batch(len(self.shards.names), group.size, group.rank)
             mine = [self._count(shard) for shard in range(*part)]
             self._set_counts([count for counts in group.all_gather_object(mine) for count in counts])
@@ -168,13 +195,7 @@ class Stream(Dataset[Any]):
         assert self.counts is not None
         return sum(self.counts)
 
-    def __getitem__(self, number: int) -> Any:
-        samples = self.__getitems__([number])
-        if not samples:
-            raise IndexError(f"sample {number} of the stream is damaged and skipped")
-        return samples[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+    def read(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Return the samples of these numbers, without skipped ones. Numbers run through the shards in order."""
         found: dict[int, Any] = {}
         for number in sorted(numbers):  # files are read forward
@@ -183,14 +204,16 @@ class Stream(Dataset[Any]):
                 found[number] = self._sample(shard, offset)
             except DamagedSample as damage:
                 self._skip_or_raise(shard, damage)
-        if not found and numbers:
-            shard, offset = self.address(numbers[0])
-            raise DataError(
-                f"All {len(numbers)} samples of a micro-batch are damaged.",
-                f"The first is in {self.shards.names[shard]}. A micro-batch cannot be empty.",
-                "repair the file, or leave it out of the stream.",
-            )
-        return [found[number] for number in numbers if number in found]
+        return found
+
+    def name_of(self, number: int) -> str:
+        """Return where a sample is stored, for messages."""
+        shard, offset = self.address(number)
+        return f"{self.shards.names[shard]}[{offset}]"
+
+    def layout(self) -> SourceLayout:
+        """Return how the samples are stored."""
+        return SourceLayout(len(self), self.counts or (), self.window)
 
     def address(self, number: int) -> tuple[int, int]:
         """Return (shard, offset) of a sample number."""
@@ -215,7 +238,8 @@ class Stream(Dataset[Any]):
         except Exception as error:
             if self._skip_damaged:
                 raise DamagedSample(offset, f"{type(error).__name__}: {error}") from error
-            error.add_note(f"while mapping sample {offset} of {self.shards.names[shard]}")
+            key = f" ({sample['__key__']})" if isinstance(sample, dict) and "__key__" in sample else ""
+            error.add_note(f"while mapping sample {offset}{key} of {self.shards.names[shard]}")
             raise
 
     def _reader(self, shard: int) -> Any:
@@ -263,20 +287,6 @@ class Stream(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": OrderedDict(), "_owner": -1}
-
-
-def count_stream(data: Any, group: ProcessGroup, on_error: Literal["stop", "skip"]) -> None:
-    """Count the shards of `data` if it is a Stream. Collective."""
-    if isinstance(data, Stream):
-        data.count_shards(group, on_error)
-
-
-def shard_layout(data: Any) -> tuple[tuple[int, ...], int]:
-    """Return the counts of a Stream's shards, which must have been counted, and its window; ((), 1) for other data."""
-    if not isinstance(data, Stream):
-        return (), 1
-    assert data.counts is not None
-    return data.counts, data.window
 
 
 class ForwardReader:

@@ -16,7 +16,6 @@ import io
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
@@ -24,15 +23,18 @@ import numpy as np
 from unisono.data.streaming.files import (
     MOST_SAMPLE,
     DamagedSample,
-    cached_index,
+    ShardFile,
     compression,
     decode_json,
-    expand,
-    open_file,
+    read_at,
 )
+from unisono.errors import DataError
 
 MOST_EXTENSION = 1 << 20
 """Largest header of a tar with long names and other attributes, in bytes."""
+
+GAP = 4096
+"""Bytes between two members that are read along with them: headers and padding."""
 
 Raw = tuple[str, dict[str, bytes]]
 """The key of a sample, and the contents of its members by extension."""
@@ -41,16 +43,34 @@ Raw = tuple[str, dict[str, bytes]]
 class TarShards:
     """Shards (unisono.data.streaming.stream.Shards) of tar files."""
 
-    def __init__(self, urls: str | Path | Sequence[str | Path]) -> None:
-        self.names = expand(urls)
+    def __init__(self, files: Sequence[ShardFile]) -> None:
+        self.files, self.names = files, [file.url for file in files]
 
     def open(self, shard: int) -> TarReader | CompressedTarReader:
-        url = self.names[shard]
-        return CompressedTarReader(url) if compression(url) else TarReader(url)
+        file = self.files[shard]
+        return CompressedTarReader(file) if compression(file.url) else TarReader(file)
 
     def decode(self, raw: Raw) -> dict[str, Any]:
         key, members = raw
         return {"__key__": key, **{name: _decode_member(name, content) for name, content in members.items()}}
+
+
+def tar_offsets(value: Any) -> tuple[list[list[Any]], str]:
+    """Return a value as TarReader keeps it: the samples, and no problem. Raises ValueError if it is none."""
+    if not isinstance(value, list):
+        raise ValueError("it is no list")
+    for sample in value:
+        try:
+            key, members = sample
+            numbers = [number for _, *numbers in members for number in numbers]
+            is_right = isinstance(key, str) and all(
+                isinstance(name, str) and len(numbers) == 2 for name, *numbers in members
+            )
+        except (TypeError, ValueError):
+            is_right, numbers = False, []
+        if not is_right or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{str(sample)[:60]} is no sample")
+    return value, ""
 
 
 def _decode_member(extension: str, content: bytes) -> Any:
@@ -77,9 +97,9 @@ def _decode_array(content: bytes) -> Any:
 class TarReader:
     """The samples of an uncompressed tar, by number. `damage` is set if the file cannot be read to its end."""
 
-    def __init__(self, url: str) -> None:
-        self._file = open_file(url)
-        self._samples, problem = cached_index(url, self._scan)
+    def __init__(self, file: ShardFile) -> None:
+        self._file = file.open()
+        self._samples, problem = file.index(self._scan, tar_offsets)
         self.damage = DamagedSample(len(self._samples), problem) if problem else None
 
     def _scan(self) -> tuple[list[list[Any]], str]:
@@ -96,14 +116,18 @@ class TarReader:
 
     def __getitem__(self, offset: int) -> Raw:
         key, members = self._samples[offset]
-        contents = {}
-        for extension, begin, size in members:
-            self._file.seek(begin)
-            content = self._file.read(size)
-            if len(content) < size:
-                raise DamagedSample(offset, f"The file ends at byte {begin + len(content):,}, inside {key}.")
-            contents[extension] = content
-        return key, contents
+        first, last = min(begin for _, begin, _ in members), max(begin + size for _, begin, size in members)
+        if last - first > sum(size for _, _, size in members) + GAP * len(members):
+            return key, {extension: self._read(begin, size, offset) for extension, begin, size in members}
+        content = self._read(first, last - first, offset)  # all members at once
+        return key, {extension: content[begin - first : begin - first + size] for extension, begin, size in members}
+
+    def _read(self, begin: int, size: int, offset: int) -> bytes:
+        content = read_at(self._file, begin, size)
+        if len(content) < size:
+            key = self._samples[offset][0]
+            raise DamagedSample(offset, f"The file ends at byte {begin + len(content):,}, inside {key}.")
+        return content
 
     def close(self) -> None:
         self._file.close()
@@ -112,12 +136,12 @@ class TarReader:
 class CompressedTarReader:
     """The samples of a compressed tar, from its beginning."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, file: ShardFile) -> None:
+        self._shard = file
 
     def __iter__(self) -> Iterator[Raw]:
         offset = 0
-        with open_file(self._url) as file:
+        with self._shard.open() as file:
             members = _Members(file, contents=True)
             last: Raw | None = None
             for key, parts in _group_by_key(members):
@@ -176,6 +200,8 @@ class _Members:
                 header = self.file.read(tarfile.BLOCKSIZE)
                 if header.strip(b"\0"):
                     self.problem = f"There is no tar header at byte {tar.offset:,}."
+        except DataError:  # the source is away
+            raise
         except (tarfile.TarError, OSError, EOFError) as error:
             self.problem = f"{type(error).__name__}: {error}, near byte {_position(self.file):,}."
         except Exception as error:  # zlib, lzma and bz2 raise errors of their own types; headers may be anything

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.data.computed_batches import IndexDataset
-from unisono.data.streaming.stream import Stream
+from unisono.data.prepared import PreparedDataset
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError, LoopError
 
@@ -27,8 +27,9 @@ def check_lengths(group: ProcessGroup, data: Any, lengths: Sequence[int] | None,
     """
     if lengths is None:
         return ()
-    if isinstance(data, (Stream, IndexDataset)):
-        kind = "A Stream is read from front to back" if isinstance(data, Stream) else "There is no data set to order"
+    if isinstance(data, (PreparedDataset, IndexDataset)):
+        has_order = isinstance(data, PreparedDataset)
+        kind = f"A {type(data).__name__} has an order of its own" if has_order else "There is no data set to order"
         raise LoopError("run.steps cannot group this data by length.", f"{kind}.", "leave out lengths=...")
     if not shuffle:
         raise LoopError(

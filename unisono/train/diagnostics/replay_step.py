@@ -24,7 +24,7 @@ import torch
 
 from unisono import phases
 from unisono.data.computed_batches import IndexDataset
-from unisono.data.streaming.stream import Stream
+from unisono.data.prepared import PreparedDataset
 from unisono.errors import RunStopped
 from unisono.exchange.buckets import finite
 from unisono.plan.batch_order import MicroBatchId
@@ -174,9 +174,8 @@ class Replay(Extension):
         """Return the names of a micro-batch's samples: numbers, or shards and offsets in a stream."""
         numbers = self.source.order.micro_batches(place.step, place.virtual_rank)[place.number]
         data = self.source.loader.fetcher.data
-        if isinstance(data, Stream):
-            found = [data.address(number) for number in numbers]
-            return [f"{data.shards.names[shard]}[{offset}]" for shard, offset in found]
+        if isinstance(data, PreparedDataset):
+            return [data.name_of(number) for number in numbers]
         if isinstance(data, IndexDataset):
             return list(data.numbers(place.step, numbers))
         return numbers

@@ -1,0 +1,1 @@
+"""unisono shards: write shards from a folder."""

@@ -1,0 +1,1 @@
+"""Write shards and their index from a folder of files. Needs no torch."""

@@ -1,0 +1,1 @@
+"""Packing: which parts of samples make up a block of fixed length. Pure functions of lengths."""
