@@ -1,0 +1,143 @@
+"""Read JPEG files as a folder, with WebDataset, with MosaicML Streaming and with ours: samples a second, interleaved.
+
+    python -m benchmarks.loaders             about eight minutes; 20,000 pictures
+    python -m benchmarks.loaders --quick     a smoke test
+    python -m benchmarks.loaders --samples 200000 --data FOLDER
+
+The packages webdataset and mosaicml-streaming are optional peers: an arm whose package is missing is left out. All arms
+decode with the same function, make batches of 64, and have equally many loader workers. In each round every arm reads
+the same number of samples, one arm after the other, with all loaders open. The figures are medians over the rounds, and
+ratios within a round.
+
+Then a small network is trained on the shards on one and on three processes, with and without workers, and once with a
+kill -9 and a resume on another number of processes. The exit status is 1 if a fingerprint differs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.loader_arms import ARMS, first_samples, write_mds, write_pictures
+from benchmarks.machine import ROOT, parser, python_path, ratio, show, spread
+
+PACKAGES = {"webdataset": "webdataset", "mosaic": "streaming"}
+SCRIPT = ROOT / "benchmarks" / "loaders_script.py"
+
+
+def prepare(data: Path, samples: int, arms: list[str]) -> None:
+    """Write the pictures in every format, those that are not there yet."""
+    if not (data / "folder").exists():
+        write_pictures(data / "folder.draft", samples)
+        (data / "folder.draft").rename(data / "folder")
+    words = ["shards", str(data / "folder"), str(data / "shards"), "--shard-size", "16MB"]
+    subprocess.run([sys.executable, "-m", "unisono", *words], check=True, env=environment(), stdout=sys.stderr)
+    if "mosaic" in arms and not (data / "mds" / "index.json").exists():
+        write_mds(data / "mds", data / "folder")
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": python_path()}
+
+
+def measure(data: Path, arms: list[str], workers: int, rounds: int, samples: int) -> dict[str, list[float]]:
+    """Return samples a second of each arm in each round."""
+    torch.set_num_threads(1)
+    opened = {name: ARMS[name](data, workers) for name in arms}
+    for arm in opened.values():
+        first_samples(arm, samples // 4)
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name in random.sample(arms, len(arms)):
+            first_samples(opened[name], 64 * 2 * max(workers, 1))  # what was fetched while others were read
+            began = time.perf_counter()
+            seen = first_samples(opened[name], samples)
+            found[name].append(seen / (time.perf_counter() - began))
+    return found
+
+
+def start(data: Path, run: Path, ranks: int, workers: int, *more: str) -> subprocess.Popen[bytes]:
+    words = ["run", str(SCRIPT), "--ranks", str(ranks), "--run-dir", str(run), *more]
+    words += ["--set", f"shards={data / 'shards'}", "--set", f"loader.workers={workers}"]
+    log = open(run.with_suffix(".log"), "ab")  # noqa: SIM115  (closed with the process)
+    return subprocess.Popen([sys.executable, "-m", "unisono", *words], env=environment(), stdout=log, stderr=log)
+
+
+def fingerprint(run: Path, process: subprocess.Popen[bytes]) -> str:
+    if process.wait():
+        raise RuntimeError(run.with_suffix(".log").read_text(encoding="utf-8"))
+    return str(json.loads((run / "result.json").read_text(encoding="utf-8"))["weights_sha256"])
+
+
+def fingerprints(data: Path, folder: Path) -> dict[str, str]:
+    """Train in several ways, and return the fingerprint of each."""
+    found = {}
+    for ranks, workers in ((1, 0), (1, 2), (3, 0), (3, 2)):
+        run = folder / f"{ranks}-{workers}"
+        found[f"{ranks} process{'es' * (ranks > 1)}, {workers} workers"] = fingerprint(
+            run, start(data, run, ranks, workers)
+        )
+    run = folder / "killed"
+    process = start(data, run, 3, 2)
+    while not [*run.glob("checkpoints/step-*")] and process.poll() is None:
+        time.sleep(0.01)
+    kill_all(process.pid)
+    process.wait()
+    found["3 processes, kill -9 of all, resumed on 2"] = fingerprint(run, start(data, run, 2, 1, "--resume"))
+    return found
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and its descendants."""
+    import psutil  # type: ignore[import-untyped]
+
+    for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
+        process.send_signal(signal.SIGKILL)
+
+
+def main() -> int:
+    flags = parser(__doc__)
+    flags.add_argument("--samples", type=int, default=20_000, help="pictures")
+    flags.add_argument("--data", type=Path, help="where they are written, and kept")
+    flags.add_argument("--rounds", type=int, default=7)
+    flags.add_argument("--skip", action="append", default=[], choices=["speed", "bits"])
+    given = flags.parse_args()
+    amount, rounds, part = (400, 2, 128) if given.quick else (given.samples, given.rounds, 4096)
+    arms = [name for name in ARMS if find_spec(PACKAGES.get(name, "torch")) is not None]
+    figures: dict[str, Any] = {"samples": amount, "missing": [name for name in ARMS if name not in arms]}
+    with tempfile.TemporaryDirectory() as scratch:
+        data = given.data or Path(scratch) / "data"
+        prepare(data, amount, arms)
+        if "speed" not in given.skip:
+            figures["speed"] = {n: measure(data, arms, n, rounds, part) for n in (0, 2)}
+        if "bits" not in given.skip:
+            figures["bits"] = fingerprints(data, Path(scratch))
+    show("loaders", figures, lambda: table(figures), as_json=given.json)
+    return int(len(set(figures.get("bits", {}).values())) > 1)
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the figures as text."""
+    lines = [f"{figures['samples']} pictures; missing: {', '.join(figures['missing']) or 'nothing'}"]
+    for workers, found in figures.get("speed", {}).items():
+        lines += ["", f"{workers} workers        samples a second             ours relative to it"]
+        for name, speeds in found.items():
+            lines.append(f"{name:12} {spread(speeds):8.0f}     {ratio(found['ours'], speeds):.3f}")
+    for way, digest in figures.get("bits", {}).items():
+        lines.append(f"{digest[:16]}  {way}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
