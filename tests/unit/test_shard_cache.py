@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -366,3 +367,45 @@ def test_a_source_that_disappears_during_a_download(server: Server, tmp_path: Pa
     with pytest.raises(DataError, match="cannot be read any more"):
         len(Stream.tar(f"{server.url}/part-2.tar", cache=ShardCache(tmp_path / "cache", "1GB")))
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+WAITING = """
+import sys, time
+from unisono.data.streaming.shard_cache import RemoteShard, ShardCache
+
+class Source:
+    def __init__(self): self.left = [b"x" * 1000] * 4
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def read(self, size):
+        if len(self.left) == 4:
+            print("downloads", flush=True)
+            sys.stdin.readline()
+        return self.left.pop() if self.left else b""
+
+file = ShardCache(sys.argv[1], 10_000_000).open(RemoteShard("s3://bucket/a.tar", 4000, "1"), Source)
+print("reads", len(file.read()), flush=True)
+sys.stdin.readline()  # keeps the shard open
+"""
+
+
+def test_a_process_that_waited_reads_beside_the_one_that_downloaded(tmp_path: Path) -> None:
+    """Also while the other one keeps the shard open: both have a shared lock then."""
+    pipe = subprocess.PIPE
+    words = [sys.executable, "-c", WAITING, str(tmp_path)]
+    processes = [subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    try:
+        lines = [process.stdout for process in processes if process.stdout is not None]
+        ready, _, _ = select.select(lines, [], [], 60)
+        (first,) = [process for process in processes if process.stdout in ready]
+        assert first.stdout is not None
+        assert first.stdout.readline() == "downloads\n"
+        assert select.select([line for line in lines if line is not first.stdout], [], [], 0.5)[0] == []
+        assert first.stdin is not None
+        first.stdin.write("\n")
+        first.stdin.flush()
+        assert [line.readline() for line in lines] == ["reads 4000\n"] * 3
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

@@ -9,7 +9,7 @@ shard by a rename, after its content is on the disk. Locks (flock) end with the 
 left behind by a kill but a partial file, which the next process removes:
 
     FOLDER/lock   exclusive   while room is made for a shard
-    KEY.partial   exclusive   while it is downloaded; the other processes wait, and then use it
+    KEY.partial   exclusive   while it is downloaded; the other processes wait for a shared lock, and then use it
     KEY.shard     shared      while it is read; only shards that nobody reads are removed
 """
 
@@ -133,10 +133,13 @@ class ShardCache:
             if (file := self._usable(whole)) is not None:
                 return file
             download = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
-            fcntl.flock(download, fcntl.LOCK_EX)
-            if _is_at(download, partial):
-                break
-            download.close()  # another process has just finished it
+            try:
+                fcntl.flock(download, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(download, partial):
+                    break
+            except BlockingIOError:
+                fcntl.flock(download, fcntl.LOCK_SH)  # until it is a shard, which others may read, or its writer died
+            download.close()
         try:
             done = self._fill(download, shard, source)
             if done is None:
