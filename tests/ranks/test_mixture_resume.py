@@ -110,18 +110,18 @@ def test_stopped_on_three_processes_and_resumed_on_two(tmp_path: Path) -> None:
         assert {rank[form]["weights"] for rank in second} == {whole[0][form]["weights"]}
 
 
-def other(world: World, data: str, folder: str) -> list[str]:
+def resumed_with_others(world: World, data: str, folder: str) -> list[str]:
     def loop(run: Run[Any], weights: Any) -> Any:
         return follow(run, mixture(Path(data), weights), 2)  # type: ignore[arg-type]  # any data
 
-    changed = [lambda step: {"tar": 1}, TABLE | {9: {"tar": 1}}]
-    attempt(world, Path(folder), lambda run: loop(run, TABLE), SETTINGS)
-    return [attempt(world, Path(folder), lambda run, w=w: loop(run, w), SETTINGS, resume=True) for w in changed]
+    changed: list[Any] = [lambda step: {"tar": 1}, TABLE | {9: {"tar": 1}}]
+    attempt(world, Path(folder), partial(loop, weights=TABLE), SETTINGS)
+    return [attempt(world, Path(folder), partial(loop, weights=other), SETTINGS, resume=True) for other in changed]
 
 
 @pytest.mark.ci
 def test_a_resume_with_other_weights_is_refused(tmp_path: Path) -> None:
-    (messages,) = run_ranks(other, 1, str(write(tmp_path / "data")), str(tmp_path / "run"))
+    (messages,) = run_ranks(resumed_with_others, 1, str(write(tmp_path / "data")), str(tmp_path / "run"))
     for message in messages:
         assert "with weights" in message
         assert "--accept-change length" in message

@@ -90,7 +90,7 @@ def test_files_that_share_a_name_are_a_sample(tmp_path: Path) -> None:
 def test_lines_keep_their_order(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text("".join(f"\n{i}\r\n" for i in range(50)))
-    (tmp_path / "in" / "b.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(5)) + "99")
+    (tmp_path / "in" / "b.jsonl").write_text("".join(f'{{"x": {i}}}\n' for i in range(5)) + " \r\n99")
     written = write(tmp_path / "in", tmp_path / "out")
     stream = Stream.indexed(tmp_path / "out")
     assert len(written.index.shards) > 2

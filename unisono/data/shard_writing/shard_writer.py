@@ -232,6 +232,8 @@ def _write_one(plan: ShardPlan, name: str, samples: Sequence[SourceSample]) -> t
         out = _Hashed(file)
         for sample in samples:
             contents = [_read(part) for part in sample.parts]
+            if plan.kind == "jsonl" and not contents[0].strip():
+                continue
             found = [problem_of(part, content) for part, content in zip(sample.parts, contents, strict=True)]
             if wrong := [problem for problem in found if problem]:
                 problems += wrong

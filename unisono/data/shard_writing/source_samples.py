@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from unisono.config.wording import plural
 from unisono.errors import DataError
@@ -26,6 +27,7 @@ Order = Literal["shuffled", "sorted"]
 
 LINES = (".jsonl", ".ndjson")
 PACKED_LINES = tuple(f"{end}{packed}" for end in LINES for packed in (".gz", ".bz2", ".xz", ".zst"))
+LINE_FEED = 10
 BLOCK = 1 << 20
 """Bytes of one read while lines are found."""
 
@@ -65,6 +67,35 @@ class SourceSample(NamedTuple):
         return sum(512 + -(-part.size // 512) * 512 for part in self.parts) + (1024 if self.label >= 0 else 0)
 
 
+class LineSamples(Sequence[SourceSample]):
+    """The lines of files as samples, 24 bytes each.
+
+    Attributes:
+        paths: the files.
+        places: [file, first byte, bytes] of each line, int64 [lines, 3].
+    """
+
+    def __init__(self, paths: Sequence[Path], places: npt.NDArray[np.int64]) -> None:
+        self.paths, self.places = paths, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, number: int) -> SourceSample: ...
+    @overload
+    def __getitem__(self, number: slice) -> LineSamples: ...
+    def __getitem__(self, number: int | slice) -> SourceSample | LineSamples:
+        if isinstance(number, slice):
+            return LineSamples(self.paths, self.places[number])
+        file, begin, size = self.places[number].tolist()
+        return SourceSample("", (Part("jsonl", self.paths[file], begin, size),))
+
+    def in_order(self, permutation: npt.NDArray[np.int64]) -> LineSamples:
+        """Return the lines in another order."""
+        return LineSamples(self.paths, self.places[permutation])
+
+
 @dataclass(frozen=True)
 class Source:
     """All samples of a folder, in the order in which they are written."""
@@ -76,6 +107,10 @@ class Source:
     def digest(self, *more: object) -> str:
         """Return a hash of the names and sizes of everything, in order."""
         digest = hashlib.sha256(repr((self.form, self.classes, more)).encode())
+        if isinstance(self.samples, LineSamples):
+            digest.update(repr([path.name for path in self.samples.paths]).encode("utf-8", "surrogateescape"))
+            digest.update(self.samples.places.tobytes())
+            return digest.hexdigest()
         for sample in self.samples:
             parts = [(part.extension, part.path.name, part.begin, part.size) for part in sample.parts]
             digest.update(repr((sample.key, sample.label, parts)).encode("utf-8", "surrogateescape"))
@@ -104,6 +139,8 @@ def find_samples(folder: Path, form: Form | None, order: Order | None, seed: int
     if (order or ("sorted" if form == "lines" else "shuffled")) == "sorted":
         return source
     permutation = shuffled(len(source.samples), mix(seed, SHARDS))
+    if isinstance(source.samples, LineSamples):
+        return Source(form, source.samples.in_order(permutation), source.classes)
     return Source(form, [source.samples[number] for number in permutation.tolist()], source.classes)
 
 
@@ -176,8 +213,8 @@ def _files(folder: Path) -> Source:
 
 def _lines(folder: Path) -> Source:
     paths = [folder] if folder.is_file() else [path for _, path, _ in _walk(folder)]
-    samples: list[SourceSample] = []
-    for path in paths:
+    found = [np.empty((0, 3), dtype=np.int64)]
+    for number, path in enumerate(paths):
         if path.name.endswith(PACKED_LINES):
             raise DataError(
                 f"{path} is compressed.",
@@ -187,20 +224,18 @@ def _lines(folder: Path) -> Source:
         if not path.name.endswith(LINES) and path != folder:
             fact = f"Its name does not end with {' or '.join(LINES)}."
             raise DataError(f"{path} is no file of JSON lines.", fact, "rename it, or move it elsewhere.")
-        for begin, end in line_bounds(path):
-            samples.append(SourceSample("", (Part("jsonl", path, begin, end - begin),)))
-    return Source("lines", samples)
+        begins, ends = line_bounds(path)
+        found.append(np.stack([np.full_like(begins, number), begins, ends - begins], axis=1))
+    return Source("lines", LineSamples(paths, np.concatenate(found)))
 
 
-def line_bounds(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield [begin, end) in bytes of each line that is not empty, without its line feed."""
-    begin = position = 0
+def line_bounds(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the first bytes of the lines that are not empty, and the bytes behind them, without line feeds."""
+    ends, position = [np.empty(0, dtype=np.int64)], 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):
-            for end in (np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + position).tolist():
-                if end > begin:
-                    yield begin, end
-                begin = end + 1
+            ends.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == LINE_FEED) + position)
             position += len(block)
-    if position > begin:
-        yield begin, position
+    stops = np.append(np.concatenate(ends), position)  # the last line may have no line feed
+    begins = np.append(0, stops[:-1] + 1)
+    return begins[stops > begins], stops[stops > begins]

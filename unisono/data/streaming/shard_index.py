@@ -108,11 +108,11 @@ def parse_index(text: bytes, folder: str) -> ShardIndex:
 
 
 def _entry(value: Any) -> ShardEntry:
-    entry = ShardEntry(value["name"], value["samples"], value["bytes"], value["sha256"])
-    if not isinstance(entry.name, str) or not NAME.fullmatch(entry.name):
-        raise ValueError(f"{entry.name!r} is no name of a shard")
-    if not all(type(number) is int and number >= 0 for number in (entry.samples, entry.bytes)):
-        raise ValueError(f"the shard {entry.name} has {entry.samples!r} samples and {entry.bytes!r} bytes")
-    if not isinstance(entry.sha256, str) or not re.fullmatch("[0-9a-f]{64}", entry.sha256):
-        raise ValueError(f"the shard {entry.name} has no checksum")
-    return entry
+    name, samples, size, digest = value["name"], value["samples"], value["bytes"], value["sha256"]
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a shard")
+    if not all(type(number) is int and number >= 0 for number in (samples, size)):
+        raise ValueError(f"the shard {name} has {samples!r} samples and {size!r} bytes")
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"the shard {name} has no checksum")
+    return ShardEntry(name, samples, size, digest)
