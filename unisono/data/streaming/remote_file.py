@@ -80,14 +80,15 @@ def try_again(url: str, attempt: Callable[[], T]) -> T:
                     f"{type(error).__name__}: {error}",
                     "check its address and your access.",
                 ) from None
+            shown = error.__cause__ or error  # fsspec's FileNotFoundError hides the reason
             if wait is None:
                 raise DataError(
                     f"The shard {url} cannot be read any more.",
                     f"{len(WAITS) + 1} attempts in {time.monotonic() - began:.0f} s failed. The last one: "
-                    f"{type(error).__name__}: {error}",
+                    f"{type(shown).__name__}: {shown}",
                     "check the network and the source, then continue the run with --resume.",
                 ) from None
-            _log.warning("Reading %s failed (%s: %s). Trying again in %g s.", url, type(error).__name__, error, wait)
+            _log.warning("Reading %s failed (%s: %s). Trying again in %g s.", url, type(shown).__name__, shown, wait)
             time.sleep(wait)
     raise AssertionError
 
