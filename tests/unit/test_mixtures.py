@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -219,6 +220,18 @@ def test_damaged_samples_of_a_source(tmp_path: Path) -> None:
 def test_a_wrong_mixture_is_refused(sources: Any, weights: Any, message: str) -> None:
     with join(World()) as group, pytest.raises(DataError, match=message):
         Mixture(sources, weights).prepare(group, "stop", lambda text: None)
+
+
+def ramp(step: int) -> list[float]:
+    return [1.0, step, 1.0]
+
+
+def test_a_mixture_can_be_sent_to_another_process() -> None:
+    for weights in (WEIGHTS, ramp):
+        data = Mixture(ABC, weights)
+        copy = pickle.loads(pickle.dumps(data))
+        assert batch(order_of(copy), copy, 9) == batch(order_of(data), data, 9)
+        assert copy.shape == data.shape
 
 
 def test_wrong_weights_of_a_function_name_the_step() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class Mixture(PreparedDataset):
 
     def _schedule(self, weights: Any) -> WeightSchedule:
         if callable(weights):
-            return WeightFunction(lambda step: self._row(weights(step), f"at step {step}"))
+            return WeightFunction(partial(self._of_function, weights))
         if isinstance(weights, Mapping) and weights and all(isinstance(step, int) for step in weights):
             steps = sorted(weights)
             if steps[0] != 0:
@@ -68,6 +69,9 @@ class Mixture(PreparedDataset):
                 raise DataError("The weights of a mixture must begin at step 0.", fact, "weights={0: {...}, ...}")
             return WeightTable(tuple(steps), tuple(self._row(weights[step], f"from step {step} on") for step in steps))
         return WeightTable((0,), (self._row(weights, ""),))
+
+    def _of_function(self, weights: Callable[[int], Row], step: int) -> Weights:
+        return self._row(weights(step), f"at step {step}")
 
     def _row(self, row: Any, when: str) -> Weights:
         """Return one row of weights in whole units. Raises DataError."""
