@@ -44,7 +44,7 @@ def test_a_folder_becomes_shards(folder: Path, capsys: pytest.CaptureFixture[str
 def test_wrong_requests(folder: Path, request_problems: RequestProblems) -> None:
     (problem,) = request_problems("shards", "picture", "out")
     assert problem.error == "There is no picture."
-    assert "pictures" in problem.facts
+    assert problem.remedy == "unisono shards pictures out"
     (problem,) = request_problems("shards", "pictures", "out", "--shard-size", "big")
     assert problem.remedy == "unisono shards pictures out --shard-size 1GB"
     (problem,) = request_problems("shards", "pictures", "pictures/out")

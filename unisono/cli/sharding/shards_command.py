@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from unisono.cli.request.suggestions import WHOLE
 from unisono.config import plural
-from unisono.config.wording import size
+from unisono.config.wording import nearest_name, size
 from unisono.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ def _checked_size(folder: Path, out: Path, shard_size: str, workers: int | None)
         raise SettingsError("--workers must be at least 1.", f"It is {workers}.", f"{line} --workers 1")
     if not folder.exists():
         parent = folder.parent
-        here = ", ".join(sorted(path.name for path in parent.iterdir())[:8]) if parent.is_dir() else ""
-        fact = f"{parent} has {here or 'nothing'}." if parent.is_dir() else f"Nor is there a folder {parent}."
-        raise SettingsError(f"There is no {folder}.", fact, shlex.join(["unisono", "shards", "FOLDER", str(out)]))
+        here = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
+        fact = f"{parent.resolve()} has {', '.join(here[:8]) or 'nothing'}." if here else f"{parent} is no folder."
+        near = nearest_name(folder.name, here)
+        do = shlex.join(["unisono", "shards", str(parent / near) if near else "FOLDER", str(out)])
+        raise SettingsError(f"There is no {folder}.", fact, do)
     if folder.is_dir() and out.resolve().is_relative_to(folder.resolve()):
         other = folder.resolve().with_name(f"{folder.resolve().name}-shards")
         fact = "The shards would be files of the folder that they are written from."
