@@ -100,6 +100,7 @@ def seen_by(ranks: list[dict[str, Any]], form: str) -> Counter[str]:
     return Counter(sample for rank in ranks for sample in rank[form]["seen"])
 
 
+@pytest.mark.ci
 def test_stopped_on_three_processes_and_resumed_on_two(tmp_path: Path) -> None:
     data = str(write(tmp_path / "data"))
     whole = run_ranks(train, 1, data, str(tmp_path / "whole"))
