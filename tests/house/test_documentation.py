@@ -31,7 +31,7 @@ from unisono.environment import inherited
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-PEERS = ("accelerate", "lightning")
+PEERS = ("accelerate", "lightning", "torchtune")
 IMPORTS = re.compile(rf"^(?:from|import) ({'|'.join(PEERS)})\b", re.M)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?P<words>[^\n]*)\n(?P<code>.*?)^(?P=indent)```", re.M | re.S)
@@ -63,18 +63,23 @@ class Block:
     def peer(self) -> str | None:
         """The other library that this script is written for."""
         found = IMPORTS.search(self.code)
-        return found[1] if found and "__main__" in self.code else None
+        return found[1] if found and "__main__" in self.code and not self.is_ours else None
 
     @property
     def is_torchs(self) -> bool:
         return "init_process_group(" in self.code and "__main__" in self.code
 
 
+def arguments_of(words: str) -> tuple[str, ...]:
+    """Return the arguments of a script, without the title that a reader sees."""
+    return tuple(word for word in words.split() if not word.startswith("title="))
+
+
 def blocks_of(page: Path) -> list[Block]:
     """Return the fenced blocks of Python in a page, in order."""
     text = page.read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, m.start()) + 2, tuple(m["words"].split()), textwrap.dedent(m["code"]))
+        Block(page, text.count("\n", 0, m.start()) + 2, arguments_of(m["words"]), textwrap.dedent(m["code"]))
         for m in FENCE.finditer(text)
         if m["language"] == "python"
     ]
@@ -111,8 +116,9 @@ def by_name(block: Block) -> str:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.is_ours], ids=by_name)
 def test_our_scripts_run(block: Block, tmp_path: Path) -> None:
-    if "torchao" in block.code and find_spec("torchao") is None:
-        pytest.skip("needs torchao: pip install 'unisono[quantize]'")
+    for name in ("torchao", "torchtune"):
+        if name in block.code and find_spec(name) is None:
+            pytest.skip(f"needs {name}")
     (tmp_path / "run").mkdir()
     script = tmp_path / "script.py"
     script.write_text(block.code, encoding="utf-8")
@@ -167,11 +173,11 @@ def test_other_blocks_are_python(block: Block) -> None:
 def test_blocks_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# A\n```python\na = 1\n```\n1. two\n   ```python --set b=2\n   if a:\n       b\n   ```\n```sh\nls\n```\n"
+        '```python title="a"\na = 1\n```\n1. two\n   ```python --set b=2\n   if a:\n       b\n   ```\n```sh\nls\n```\n'
     )
     first, second = blocks_of(page)
-    assert (first.line, first.arguments, first.code) == (3, (), "a = 1\n")
-    assert (second.line, second.arguments, second.code) == (7, ("--set", "b=2"), "if a:\n    b\n")
+    assert (first.line, first.arguments, first.code) == (2, (), "a = 1\n")
+    assert (second.line, second.arguments, second.code) == (6, ("--set", "b=2"), "if a:\n    b\n")
     assert {block.page.name for block in BLOCKS} >= {"README.md", "from-ddp.md"}
     assert {block.peer for block in BLOCKS} == {None, *PEERS}
 

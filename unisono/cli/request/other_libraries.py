@@ -12,9 +12,10 @@ from unisono.launcher.supervisor import RunOutcome
 
 PAGES = {
     "accelerate": ("Accelerate", "docs/start/from-accelerate.md"),
-    "lightning": ("Lightning", "docs/start/from-fabric.md"),
+    "lightning": ("Lightning", "docs/start/from-lightning.md"),
     "lightning_fabric": ("Fabric", "docs/start/from-fabric.md"),
-    "pytorch_lightning": ("Lightning", "docs/start/from-fabric.md"),
+    "pytorch_lightning": ("Lightning", "docs/start/from-lightning.md"),
+    "torchtune": ("torchtune", "docs/start/from-torchtune.md"),
     "deepspeed": ("DeepSpeed", "docs/start/from-ddp.md"),
     "horovod": ("Horovod", "docs/start/from-ddp.md"),
 }
@@ -49,6 +50,8 @@ def foreign(script: Path) -> tuple[str, str] | None:
     libraries = {name.partition(".")[0] for name in imported}
     if "unisono" in libraries or any(_uses_unisono(script.parent, name) for name in libraries):
         return None
+    if "lightning.fabric" in imported:
+        return PAGES["lightning_fabric"]
     for name, found in PAGES.items():
         if name in libraries:
             return found
