@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.scores import quick
 from unisono.plan.batch_order import BatchOrder
-from unisono.plan.length_buckets import POOL
+from unisono.plan.ordering.length_buckets import POOL
 
 some_lengths = st.lists(st.integers(0, 50), min_size=1, max_size=400)
 

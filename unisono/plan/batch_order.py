@@ -9,8 +9,8 @@ padded.
     shares  | s17 s4 | s9 s22 | s1 s30 s8 |
     micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
 
-Data in shards is not shuffled as a whole: see plan/window_shuffle.py. Batches may have samples of similar length: see
-plan/length_buckets.py. A mixture of several sources, in which an "epoch" has as many samples as its sources have
+Data in shards is not shuffled as a whole: see plan/ordering/window_shuffle.py. Batches may have samples of similar length: see
+plan/ordering/length_buckets.py. A mixture of several sources, in which an "epoch" has as many samples as its sources have
 together, has an order of its own: see plan/mixing/mixture_order.py.
 """
 
@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unisono.plan.length_buckets import LengthBuckets
 from unisono.plan.mixing.mixture_order import Mixing, MixtureOrder
+from unisono.plan.ordering.length_buckets import LengthBuckets
+from unisono.plan.ordering.window_shuffle import WindowShuffle
 from unisono.plan.rng_keys import ORDER, mix, shuffled
-from unisono.plan.window_shuffle import WindowShuffle
 
 
 class MicroBatchId(NamedTuple):

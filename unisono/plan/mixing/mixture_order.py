@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.plan.mixing.draw_counts import DrawCounts, WeightSchedule
+from unisono.plan.ordering.window_shuffle import WindowShuffle
 from unisono.plan.rng_keys import MIXTURE, ORDER, mix, shuffled
-from unisono.plan.window_shuffle import WindowShuffle
 
 Numbers = npt.NDArray[np.int64]
 KEPT = 4
