@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -264,6 +265,45 @@ def test_generated_sequences_do_not_depend_on_the_number_of_processes(tmp_path: 
     assert [row[:2] for row in reference] == torch.arange(22).view(11, 2).tolist()
     assert len({tuple(row[2:]) for row in reference}) == 11
     assert run_ranks(continued, 3, str(tmp_path / "3")) == [reference] * 3
+
+
+def placed_with(run: Run[Any], source: Path, in_parts: bool) -> Any:
+    """Place a network with saved weights, and return the fingerprint."""
+    weights = SavedWeights(source)
+    if in_parts:
+        model = run.place(lambda: Network(32), weights=weights)
+    else:
+        model = run.place(lambda: weights.load(Network(32)))
+    run.track(model=model)
+    return run.context.state.fingerprint()
+
+
+@pytest.mark.parametrize("kind", ["run", "file"])
+def test_weights_are_read_in_parts(tmp_path: Path, teacher_dir: Path, kind: str) -> None:
+    """From a checkpoint, and from a file: shards and replicas have the weights that one process loads, and buffers."""
+    source = teacher_dir
+    if kind == "file":
+        source = tmp_path / "weights.safetensors"
+        export(teacher_dir, source)
+    (whole,) = run_ranks(attempt, 1, tmp_path / "whole", partial(placed_with, source=source, in_parts=False), CONFIG)
+    for axes in (ParallelSettings(), ParallelSettings(shard=2)):
+        loop, settings = partial(placed_with, source=source, in_parts=True), replace(CONFIG, parallel=axes)
+        assert run_ranks(attempt, 2, tmp_path / f"{axes.shard}", loop, settings) == [whole] * 2
+
+
+def placed_with_other_files(world: World, folder: Path, files: list[Path]) -> Any:
+    return attempt(world, folder, partial(placed_with, source=files[world.rank], in_parts=True), CONFIG)
+
+
+def test_other_weights_on_another_host_are_refused(tmp_path: Path, teacher_dir: Path) -> None:
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    export(teacher_dir, files[0])
+    tensors = load_file(files[0])
+    tensors["leave.weight"] += 1
+    save_file(tensors, files[1])
+    for message in run_ranks(placed_with_other_files, 2, tmp_path / "run", files):
+        assert "The processes read different weights" in message
+        assert "leave.weight is [3, 32]" in message
 
 
 @pytest.mark.parametrize("wrong", ["no run", "nothing", "no model", "damaged"])

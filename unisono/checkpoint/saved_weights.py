@@ -1,7 +1,8 @@
 """Load the weights of another run into a model: to distill it, or to continue from it.
 
-    source = unisono.SavedWeights("runs/large")                     a run, a checkpoint, or a safetensors file
+    source = unisono.SavedWeights("runs/large")                     a run, a checkpoint, or safetensors files
     teacher = run.place(lambda: source.load_frozen(GPT(large)))     in place of random weights
+    model = run.place(lambda: GPT(large), weights=source)           each process reads only its part
     run.track(model=student, optimizer=optimizer, teacher=source)   a resume refuses other weights
 
 Tensors are read in groups of GROUP_BYTES, so that a model which will be divided never exists as a whole in memory.
@@ -14,15 +15,13 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from unisono.checkpoint import load
 from unisono.checkpoint.contents import SUFFIX
-from unisono.checkpoint.regular_file import open_regular
-from unisono.checkpoint.safetensors_reader import LazyTensor
+from unisono.checkpoint.safetensors_reader import LazyTensor, has_tensor_files, tensors_in
 from unisono.checkpoint.signature import trusted_keys
 from unisono.config import plural
 from unisono.errors import CheckpointError
@@ -37,16 +36,28 @@ MOST_NAMES = 3
 """Names in an error message."""
 
 
+class WeightSource(Protocol):
+    """Weights for `run.place(..., weights=source)`."""
+
+    def values_for(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """Return the values of a whole model by the names of its state_dict; LazyTensors are read later, in part.
+
+        Names that are missing keep what the model was built with.
+        """
+        ...
+
+
 class SavedWeights:
     """The weights of one model, in a file that is read when they are loaded.
 
     Args:
-        path: A run directory (its newest intact checkpoint is used), a checkpoint, or a safetensors file.
+        path: A run directory (its newest intact checkpoint is used), a checkpoint, a safetensors file, or a folder
+            with model.safetensors or model.safetensors.index.json and the files that it names.
         model: The name under which that run tracked the model; needed if it tracked several.
-        trust: Public keys, of which one must have signed the checkpoint. Not for a safetensors file.
+        trust: Public keys, of which one must have signed the checkpoint. Not for safetensors files.
 
     Attributes:
-        path: The checkpoint, or the file.
+        path: The checkpoint, the file, or the folder of files.
         modules: The modules that were filled, and whose parameters are frozen.
 
     Raises:
@@ -56,9 +67,9 @@ class SavedWeights:
     def __init__(self, path: str | Path, *, model: str | None = None, trust: Sequence[str | Path] = ()) -> None:
         given = Path(path).expanduser()
         accept = load.only_signed(trusted_keys(tuple(Path(key).expanduser() for key in trust)))
-        is_file = given.suffix == SUFFIX and not given.is_dir()
-        self.path = given if is_file else load.complete_checkpoint(given, "Cannot load the weights in {}.", accept)
-        self._values = _of_file(given) if is_file else _of_checkpoint(self.path, model)
+        is_plain = (given.suffix == SUFFIX and not given.is_dir()) or has_tensor_files(given)
+        self.path = given if is_plain else load.complete_checkpoint(given, "Cannot load the weights in {}.", accept)
+        self._values = tensors_in(given) if is_plain else _of_checkpoint(self.path, model)
         self.modules: list[torch.nn.Module] = []
 
     @cached_property
@@ -71,11 +82,20 @@ class SavedWeights:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run that saved them, nested as in its settings.toml; {} for a safetensors file."""
+        """The settings of the run that saved them, nested as in its settings.toml; {} for safetensors files."""
         try:
             return tomllib.loads((self.path.parents[1] / "settings.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError, IndexError):
             return {}
+
+    def values_for(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """Return the values of a model by name, which are read later, for `run.place`.
+
+        Raises:
+            CheckpointError: Names or shapes differ.
+        """
+        self._require_fit(module)
+        return self._values
 
     def load(self, module: Module) -> Module:
         """Copy the weights and buffers into a module, and return it.
@@ -159,7 +179,7 @@ def _some(names: Any) -> str:
 
 
 def _read(value: Any) -> Any:
-    return value.whole() if isinstance(value, LazyTensor | _FileTensor) else value
+    return value.whole() if isinstance(value, LazyTensor) else value
 
 
 def _of_checkpoint(folder: Path, model: str | None) -> dict[str, Any]:
@@ -180,29 +200,3 @@ def _of_checkpoint(folder: Path, model: str | None) -> dict[str, Any]:
             "name another model.",
         )
     return state
-
-
-class _FileTensor(NamedTuple):
-    """A tensor of a safetensors file that has not been read."""
-
-    path: Path
-    name: str
-    shape: torch.Size
-
-    def whole(self) -> torch.Tensor:
-        """Read the tensor into memory of the CPU."""
-        with open_regular(self.path) as file, safe_open(f"/proc/self/fd/{file.fileno()}", "pt") as opened:
-            return opened.get_tensor(self.name)
-
-
-def _of_file(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors file by name, and those of tied weights that its metadata names."""
-    try:
-        with open_regular(path) as file, safe_open(f"/proc/self/fd/{file.fileno()}", "pt") as opened:
-            shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            tied = {name: first for name, first in (opened.metadata() or {}).items() if first in shapes}
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(
-            f"Cannot load the weights in {path}.", f"{type(error).__name__}: {error}", "name another file."
-        ) from error
-    return {name: _FileTensor(path, tied.get(name, name), shapes[tied.get(name, name)]) for name in {**shapes, **tied}}

@@ -6,7 +6,7 @@ their parts. So every placement can load what any other has saved, and all give 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 LARGE = 2**20
 """Bytes from which the parameters of a model are loaded one at a time."""
+
+PIECE = 2**24
+"""Bytes of a tensor that are read at once when a model is filled."""
 
 
 def box_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -117,6 +120,35 @@ def load_module(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name in late:
             own[name].copy_(shard_like(state[name], own[name]))
+
+
+def fill_module(model: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[int]:
+    """Copy values into a placed model: each process reads only its part, PIECE by PIECE. Yield the bytes of each piece.
+
+    Args:
+        model: The model, whole or divided.
+        values: Tensors and LazyTensors by the names of its state_dict. Names that this process has no part of are
+            left out; so are parts of the model without a value.
+    """
+    done = set()
+    for name, now in model.state_dict().items():
+        here = to_local(now) if isinstance(now, torch.Tensor) else None
+        if name not in values or here is None or (here.data_ptr(), here.shape) in done:  # of tied weights the first
+            continue
+        done.add((here.data_ptr(), here.shape))
+        box = box_of(now) if is_dtensor(now) else (tuple(now.shape), (0,) * now.dim())
+        value = values[name]
+        with torch.no_grad():
+            if box is None or not isinstance(value, LazyTensor) or not now.dim():
+                now.copy_(shard_like(value, now))
+                yield here.nbytes
+                continue
+            (rows, *shape), (first, *start) = box
+            step = max(1, PIECE * max(rows, 1) // max(here.nbytes, 1))
+            for begin in range(0, rows, step):
+                size = min(step, rows - begin)
+                here[begin : begin + size].copy_(value.box([first + begin, *start], [size, *shape]))
+                yield size * here.nbytes // rows
 
 
 def _is_loaded_late(value: Any, now: Any) -> bool:

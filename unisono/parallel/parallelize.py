@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -63,6 +63,7 @@ def parallelize(
     parallel: ParallelSettings,
     plan: Plan | ParallelPlan | None,
     memory: MappedMemory,
+    filled: Collection[int] = (),
 ) -> list[ShardedLayer]:
     """Parallelize a model over the devices of the run, in place, with the same content on every process.
 
@@ -75,6 +76,7 @@ def parallelize(
         parallel: The settings.
         plan: How the model is divided along the axis `tensor`: torch's styles by module name, or a plan of the script.
         memory: The files in which the model was built. Their pages are dropped as soon as they are not needed.
+        filled: The ids of parameters and buffers that each process fills afterwards. They are not sent.
 
     Returns:
         The layers whose parameters are gathered together, if the model is sharded.
@@ -85,7 +87,8 @@ def parallelize(
 
     if not _is_divided(mesh):  # otherwise only parts are moved
         _move_to_devices(model, mesh, parallel)
-    mesh.world.broadcast_(memory.releasing([*model.parameters(), *model.buffers()]))
+    sent = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in filled]
+    mesh.world.broadcast_(memory.releasing(sent))
     if mesh.tensor.size > 1:
         with memory.allocating():
             _divide_matrices(model, mesh, parallel, plan)

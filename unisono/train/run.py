@@ -40,6 +40,7 @@ from unisono.train.state.run_result import as_entry, plain
 from unisono.train.step import Step
 
 if TYPE_CHECKING:
+    from unisono.checkpoint.saved_weights import WeightSource
     from unisono.parallel.context_parallel.sequence_split import SequenceDims
     from unisono.parallel.parallel_plan import ParallelPlan
     from unisono.parallel.tensor_parallel.tensor_parallel import Plan
@@ -119,6 +120,7 @@ class Run(MediaVerbs, Generic[S]):
         plan: Plan | ParallelPlan | None = None,
         sequence: SequenceDims | None = None,
         example: Any = None,
+        weights: WeightSource | None = None,
     ) -> Module:
         """Move a model to its device, and give every process the same weights, or its part. Return the model.
 
@@ -129,6 +131,8 @@ class Run(MediaVerbs, Generic[S]):
             sequence: for parallel.context: tensors by position, as in unisono.SequenceDims(positions={"cos": 0}).
             example: for parallel.pipeline: a micro-batch, as collated (model(batch[0]), or model(**batch) for a
                 mapping). The stages are then balanced by time, forward and backward, instead of by parameters.
+            weights: weights to load in place of those that the function builds, such as unisono.SavedWeights(path).
+                Each process reads only its part of them.
         """
         context = self.context
         models, step_sync, settings = context.models, context.step_sync, self.settings
@@ -140,11 +144,12 @@ class Run(MediaVerbs, Generic[S]):
         check_shapes(model)
         if settings.virtual_ranks > 1:
             refuse_sync(model)
+        values = None if weights is None else weights.values_for(model)
         placed: Module = self._kernels.before_layout(model)  # type: ignore[assignment]
         step_sync.require_same_call("run.place")
         timed = None if example is None else TimingExample(example, settings.precision)
         together = partial(step_sync.require_same_call, "a forward pass")
-        models.add(placed, settings.parallel, plan, memory, together, timed)
+        models.add(placed, settings.parallel, plan, memory, together, timed, values)
         models.context.add(placed, sequence)
         if models.pipeline is not None:
             context.state.stages = models.pipeline.names

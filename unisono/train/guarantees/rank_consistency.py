@@ -15,14 +15,20 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 
+from unisono.checkpoint.safetensors_reader import LazyTensor
 from unisono.distributed.process_group import ProcessGroup
-from unisono.errors import LoopError
+from unisono.errors import CheckpointError, LoopError
+from unisono.tensors.digest import content_digest
+
+SAMPLED = 1024
+"""Elements at the beginning of a tensor that are compared, of the last dim of its first row."""
 
 
 def check_same_parameters(
@@ -69,6 +75,38 @@ def check_same_parameters(
         f"The model is another one on each: {here} on rank 0, and {there} on rank {rank}.",
         "build the same on every process, whatever its device: shapes, precision, memory format, and what trains.",
     )
+
+
+def check_same_values(group: ProcessGroup, values: Mapping[str, Any]) -> None:
+    """Check that all processes read the same weights, from names, shapes and the first elements of each tensor.
+
+    A file is read in parts, so no process can compare all of it. Files that differ in a tensor only behind its first
+    SAMPLED elements are not found here. Every process calls this.
+
+    Raises:
+        CheckpointError: they differ; on every process.
+    """
+    if group.size == 1:
+        return
+    mine = {name: _sample(value) for name, value in sorted(values.items())}
+    found = group.all_gather_object(mine)
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        names = sorted({*found[0], *found[other]})
+        name = next(name for name in names if found[0].get(name) != found[other].get(name))
+        raise CheckpointError(
+            "The processes read different weights in run.place.",
+            f"{name} is {found[0].get(name, 'missing')} on rank 0, and {found[other].get(name, 'missing')} on rank "
+            f"{other} (shape, and a digest of the first elements).",
+            "copy the same files to every host, or put them on a file system that all of them share.",
+        )
+
+
+def _sample(value: Any) -> str:
+    shape = [min(size, 1) for size in value.shape[:-1]] + [min(size, SAMPLED) for size in value.shape[-1:]]
+    box = tuple(slice(0, size) for size in shape)
+    first = value.box([0] * len(shape), shape) if isinstance(value, LazyTensor) else value[box]
+    return f"{[*value.shape]} {content_digest(first)}"
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_map
 
-from unisono.checkpoint.sharded_state import gather_tensor
+from unisono.checkpoint.sharded_state import fill_module, gather_tensor
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.errors import LoopError
@@ -25,7 +25,7 @@ from unisono.parallel.fsdp.sharded_reductions import reduce_whole
 from unisono.parallel.parallelize import parallelize
 from unisono.parallel.param_attributes import attributes_of_params, restore_attributes
 from unisono.torch_compat.modules import tensor_with_data
-from unisono.train.guarantees.rank_consistency import check_same_parameters
+from unisono.train.guarantees.rank_consistency import check_same_parameters, check_same_values
 from unisono.train.modules.buffer_sync import BufferSync, Gathered
 from unisono.train.modules.wrappers import refuse_wrapped, refuse_wrapping
 
@@ -92,6 +92,7 @@ class Models:
         memory: MappedMemory,
         together: Callable[[], None],
         example: TimingExample | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         """Place a model: from now on every process holds the same values, or its part of them.
 
@@ -103,6 +104,7 @@ class Models:
             together: is called before a forward pass that needs the parts of all processes, outside of steps and
                 evaluations.
             example: a micro-batch to time the layers with, if the model is divided into stages.
+            values: values of parameters and buffers by name, of which each process reads its part.
         """
         refuse_wrapped(model)
         if not self.modules:
@@ -111,9 +113,13 @@ class Models:
             self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
         check_same_parameters(self.group, model.named_parameters(), "run.place")
+        if values is not None:
+            check_same_values(self.group, values)
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)
-        layers = parallelize(model, self.mesh, parallel, plan, memory)
+        own = model.state_dict(keep_vars=True) if values else {}
+        filled = {id(own[name]) for name in own.keys() & (values or {}).keys()}
+        layers = parallelize(model, self.mesh, parallel, plan, memory, filled)
         if layers and parallel.reshard == "layer":
             from unisono.parallel.fsdp.gather_order import GatherOrder  # the import takes up to 0.5 s
 
@@ -132,6 +138,8 @@ class Models:
             from unisono.train.pipelining.pipeline_run import Pipeline  # the import takes 0.5 s
 
             self.pipeline = Pipeline(self.mesh, parallel, model, self.pipeline, example, memory)
+        for nbytes in fill_module(model, values) if values else ():
+            memory.touch(nbytes)
         memory.move_out(map(tensor_with_data, [*model.parameters(), *model.buffers()]))
         if self.mesh.device_mesh is not None:
 
