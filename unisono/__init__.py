@@ -52,12 +52,13 @@ _EXPORTS = {
     "StuckError": "unisono.errors",
 }
 
-_MODULES = ("distill", "pruning", "ray", "scaling")
+_MODULES = ("distill", "integrations", "pruning", "ray", "scaling")
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from unisono import distill as distill
+    from unisono import integrations as integrations
     from unisono import pruning as pruning
     from unisono import ray as ray
     from unisono import scaling as scaling

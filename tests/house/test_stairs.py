@@ -49,6 +49,7 @@ STEPS = {
     "param_server": 7,
     "pruning": 7,
     "scaling": 7,
+    "integrations": 7,
     "recipes": 8,
     "testing": 8,
     "cli": 9,

@@ -49,13 +49,14 @@ def build(like: str) -> nn.Module:
 class PretrainedNet(nn.Module):
     """A model of Hugging Face in the place of `Net`, from a config or with weights of a folder."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, model: nn.Module | None = None) -> None:
         import transformers
 
         super().__init__()
+        self.model: Any = model
         if source == "config":
             self.model = transformers.LlamaForCausalLM(llama_config())
-        else:
+        elif model is None:
             self.model = transformers.LlamaForCausalLM.from_pretrained(source)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -79,14 +80,21 @@ def llama_config() -> Any:
     )
 
 
-def place(world: World, parallel: dict[str, Any], folder: Path, source: str = "plain") -> tuple[float, str]:
+def place(
+    world: World, parallel: dict[str, Any], folder: Path, source: str = "plain", in_parts: bool = False
+) -> tuple[float, str]:
     """Return the increase of this process's peak memory in MB, and the fingerprint of the model."""
     build("plain" if source == "plain" else "config")  # loads what models and their first operators need
     gc.collect()
     with join_process_group(world) as group:
         run = build_run(settings(parallel, 1), world, group, folder)
         before = reset_peak()
-        model = run.place(partial(build, source))
+        if in_parts:
+            from unisono.integrations.transformers import PretrainedWeights
+
+            model = PretrainedWeights(source).place(run, wrap=partial(PretrainedNet, source))
+        else:
+            model = run.place(partial(build, source))
         peak = (kilobytes("VmHWM") - before) / 1024
         run.track(model=model)
         found = run.context.state.fingerprint()
@@ -110,16 +118,17 @@ def assert_small(ranks: list[tuple[float, str]], whole: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACEMENTS)
-@pytest.mark.parametrize("source", ["config", "folder"])
+@pytest.mark.parametrize("source", ["config", "folder", "parts"])
 def test_a_model_of_hugging_face(name: str, source: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs pip install 'unisono[huggingface]'")
     model = transformers.LlamaForCausalLM(llama_config())
     whole = sum(p.nbytes for p in model.parameters()) / 2**20
-    if source == "folder":
-        model.save_pretrained(tmp_path / "weights")
+    in_parts = source == "parts"
+    if source != "config":
+        model.save_pretrained(tmp_path / "weights", max_shard_size="30MB")
         source = str(tmp_path / "weights")
     del model
-    ranks = run_ranks(place, 2, PLACEMENTS[name], tmp_path / "2", source)
+    ranks = run_ranks(place, 2, PLACEMENTS[name], tmp_path / "2", source, in_parts)
     ((_, alone),) = run_ranks(place, 1, {}, tmp_path / "1", source)
     assert {found for _, found in ranks} == {alone}
     assert_small(ranks, whole)

@@ -60,6 +60,7 @@ def write_program(request: ExportRequest, model: torch.nn.Module, call: ModelCal
     first = folder / UNQUANTIZED if quantize else folder
     first.mkdir(exist_ok=True)
     model.eval()
+    call = call.without("num_items_in_batch")  # a number that only divides the loss of a model of transformers
     call = call.twice() if call.samples() == 1 else call  # torch.export takes a size of 1 for a constant
     facts: dict[str, Any] = {
         "class": type(model).__name__,

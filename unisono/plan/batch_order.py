@@ -9,9 +9,9 @@ padded.
     shares  | s17 s4 | s9 s22 | s1 s30 s8 |
     micro   | s17 s4 | s9 s22 | s1 | s30 s8 |
 
-Data in shards is not shuffled as a whole: see plan/ordering/window_shuffle.py. Batches may have samples of similar length: see
-plan/ordering/length_buckets.py. A mixture of several sources, in which an "epoch" has as many samples as its sources have
-together, has an order of its own: see plan/mixing/mixture_order.py.
+Data in shards is not shuffled as a whole: see plan/ordering/window_shuffle.py. Batches may have samples of similar
+length: see plan/ordering/length_buckets.py. A mixture of several sources, in which an "epoch" has as many samples as
+its sources have together, has an order of its own: see plan/mixing/mixture_order.py.
 """
 
 from __future__ import annotations

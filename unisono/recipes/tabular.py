@@ -104,10 +104,10 @@ class TableModel(nn.Module):
         sizes, classes = table.columns.sizes, len(table.classes)
         self.embeddings = nn.ModuleList(nn.Embedding(size, settings.width) for size in sizes)
         self.linear = nn.ModuleList(nn.Embedding(size, classes) for size in sizes)
-        for embedding in self.embeddings:
-            nn.init.normal_(embedding.weight, std=0.3)
-        for embedding in self.linear:
-            nn.init.zeros_(embedding.weight)
+        for weight in self.embeddings.parameters():
+            nn.init.normal_(weight, std=0.3)
+        for weight in self.linear.parameters():
+            nn.init.zeros_(weight)
         self.pairs = nn.Linear(len(sizes) * (len(sizes) - 1) // 2, classes, bias=False)  # weight of each pair
         inputs = len(sizes) * settings.width + len(table.columns.numbers)
         self.deep = nn.Sequential(

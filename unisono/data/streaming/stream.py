@@ -3,8 +3,8 @@
 The address of a sample is (shard, offset): its shard, and the number of samples before it in there. Every process can
 read any address, so no state of a stream belongs to a process. The shards are counted once, and the counting is divided
 among the processes. From then on the order of an epoch is a pure function of numbers, as for any other data
-(plan/ordering/window_shuffle.py): the shards are shuffled, then the samples within a window. Resume, placement, workers and the
-last batch need nothing that other data does not need.
+(plan/ordering/window_shuffle.py): the shards are shuffled, then the samples within a window. Resume, placement, workers
+and the last batch need nothing that other data does not need.
 
     shards      train-000.tar (812)   train-001.tar (790)   train-002.tar (805)       counted once
     an epoch    002: 0 1 2 ... 804    000: 0 1 ... 811      001: 0 1 ... 789          keyed: seed and epoch
