@@ -54,6 +54,12 @@ STATUS: Mapping[tuple[str, str], tuple[int, ...]] = {
     (f"{SITUATIONS}/small-batches.md", "unisono run train.py --ranks 8 --set batch=4"): (2,),
     (f"{SITUATIONS}/two-machines.md", "unisono run train.py --hosts a:1,nowhere:1"): (2,),
     (f"{SITUATIONS}/several-gpus.md", "unisono run train.py --ranks 9"): (2,),
+    (f"{SITUATIONS}/spot.md", "wait $!"): (0, 137),
+    (
+        f"{SITUATIONS}/too-large.md",
+        "(ulimit -d 700000; unisono run train.py --set width=2048 --set depth=8 --set steps=2)",
+    ): (1,),
+    (f"{SITUATIONS}/spot.md", "unisono run train.py --ranks 2 --run-dir runs/other --autoresume"): (2,),
     (f"{SITUATIONS}/reproduce.md", "diff paper-environment.json runs/mine/environment.json"): (1,),
 }
 """Exit statuses of commands that are to fail, or that a signal ends."""
@@ -73,6 +79,9 @@ UNQUOTED: Mapping[tuple[str, str], str] = {
     ("docs/guide/faults/replay.md", "unisono replay runs/mine --step 23"): "the script of the page is another one",
     ("docs/guide/monitoring/logs.md", "unisono logs runs/mine"): "the logs of the page are those of another script",
     ("docs/guide/monitoring/watch.md", "unisono top runs/mine"): "the run of the page has not ended yet",
+    (f"{SITUATIONS}/uneven-pair.md", "unisono report runs/uneven --text"): (
+        "which finding comes depends on what else the machine computes"
+    ),
     ("docs/guide/profiles.md", "unisono profile runs/mine"): "the operators of the page are those of another script",
 }
 """Commands whose output on the page is not that of the walk, each with the reason."""
