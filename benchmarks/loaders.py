@@ -111,9 +111,10 @@ def main() -> int:
     flags.add_argument("--samples", type=int, default=20_000, help="pictures")
     flags.add_argument("--data", type=Path, help="where they are written, and kept")
     flags.add_argument("--rounds", type=int, default=7)
+    flags.add_argument("--part", type=int, default=4096, help="samples that an arm reads in a round")
     flags.add_argument("--skip", action="append", default=[], choices=["speed", "bits"])
     given = flags.parse_args()
-    amount, rounds, part = (400, 2, 128) if given.quick else (given.samples, given.rounds, 4096)
+    amount, rounds, part = (400, 2, 128) if given.quick else (given.samples, given.rounds, given.part)
     arms = [name for name in ARMS if find_spec(PACKAGES.get(name, "torch")) is not None]
     figures: dict[str, Any] = {"samples": amount, "missing": [name for name in ARMS if name not in arms]}
     with tempfile.TemporaryDirectory() as scratch:
