@@ -58,6 +58,12 @@ def generate_tokens(
             "A search with beams ends when its texts end, so processes would call the model unequally often.",
             "num_beams=1, or --set parallel.shard=1",
         )
+    if lockstep and base.config.is_encoder_decoder and parallel.reshard == "layer":
+        raise LoopError(
+            f"Cannot generate with a {type(base).__name__} and parallel.shard={parallel.shard}.",
+            "generate calls its encoder alone, so the parameters outside of its layers are not gathered.",
+            "--set parallel.reshard=step",
+        )
     if lockstep and not base.config.is_encoder_decoder and not _new_tokens(options, configs):
         raise LoopError(
             f"Cannot generate up to a maximum length with parallel.shard={parallel.shard}.",
