@@ -5,7 +5,7 @@
 
 World    CartPole (Barto, Sutton and Anderson 1983) in torch, many carts at a time; an episode ends after 500 moves
 Method   PPO (arXiv 1707.06347): in each step of the run the agent plays, then learns from its moves in several passes
-Result   mean return of 64 new episodes, of at most 500: a random agent gets about 22
+Result   a mean return of 500, of at most 500, in 64 new episodes; a random agent gets about 22
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ LONGEST = 500
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
     batch: int = 64  # carts that the agent plays with in each step of the run
-    steps: int | None = 40
+    steps: int | None = 20
     lr: float = 3e-3  # learning rate at the beginning; it falls to 0
     clip: float | None = 0.5
     moves: int = 128  # moves of each cart in a step of the run
+    spread: float = 2.0  # meters from the middle at which a cart starts at most; an evaluation starts in the middle
     passes: int = 4  # passes over the moves of a step
     parts: int = 4  # parts of the moves in a pass, with an update after each
     discount: float = 0.99  # of later rewards
@@ -114,10 +115,12 @@ def loss_sum(policy: nn.Module, moves: Moves, rows: Tensor, settings: Settings) 
 def play(player: nn.Module, carts: int, device: torch.device, settings: Settings) -> Moves:
     """Play with some carts, each from a new start, and estimate the advantage of each move.
 
+    Carts start at any place, so that the agent soon knows the ends of the track.
+
     The random numbers are torch's own. The run seeds them for each micro-batch, so no process changes a move.
     """
     states, actions, log_probs, values, falls = [], [], [], [], []
-    state = start(carts, device)
+    state = start(carts, device, settings.spread)
     for _ in range(settings.moves):
         logits, value = player(state)
         every = F.log_softmax(logits, dim=1)
@@ -128,7 +131,7 @@ def play(player: nn.Module, carts: int, device: torch.device, settings: Settings
         values.append(value)
         state = push(state, action)
         falls.append(has_fallen(state))
-        state = torch.where(falls[-1][:, None], start(carts, device), state)
+        state = torch.where(falls[-1][:, None], start(carts, device, settings.spread), state)
     values.append(player(state)[1])  # the moves are not over: the value stands for the later ones
 
     advantages, advantage = [], torch.zeros(carts, device=device)
@@ -170,9 +173,10 @@ def mean_return(lengths: Tensor, numbers: Tensor) -> tuple[Tensor, int]:
 # -- the world: a cart on a track of 4.8 m, pushed to the left or to the right every 0.02 s, with a pole of 1 m
 
 
-def start(carts: int, device: torch.device) -> Tensor:
+def start(carts: int, device: torch.device, spread: float = 0.05) -> Tensor:
     """Return the states of carts at the beginning, [carts, 4]: place, speed, angle of the pole, speed of the angle."""
-    return torch.empty(carts, 4, device=device).uniform_(-0.05, 0.05)
+    most = torch.tensor([spread, 0.05, 0.05, 0.05], device=device)
+    return (2 * torch.rand(carts, 4, device=device) - 1) * most
 
 
 def push(state: Tensor, action: Tensor) -> Tensor:
