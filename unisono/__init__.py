@@ -37,6 +37,7 @@ _EXPORTS = {
     "Exchange": "unisono.exchange.base",
     "Collectives": "unisono.distributed.collectives",
     "World": "unisono.environment",
+    "cache_folder": "unisono.environment",
     "UnisonoError": "unisono.errors",
     "SettingsError": "unisono.errors",
     "WorldError": "unisono.errors",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from unisono.distributed.collectives import Collectives as Collectives
     from unisono.entrypoint import main as main
     from unisono.environment import World as World
+    from unisono.environment import cache_folder as cache_folder
     from unisono.errors import CheckpointError as CheckpointError
     from unisono.errors import DataError as DataError
     from unisono.errors import DivergenceError as DivergenceError

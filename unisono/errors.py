@@ -22,7 +22,8 @@ class Problem(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.error}\n  {self.facts}\n  Next: {self.remedy}"
+        parts = (self.error, self.facts and f"  {self.facts}", self.remedy and f"  Next: {self.remedy}")
+        return "\n".join(part for part in parts if part)  # torch repeats a worker's error as one part
 
     def without_secrets(self) -> Problem:
         """Return it with `***` in place of keys and passwords."""

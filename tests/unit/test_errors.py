@@ -81,3 +81,9 @@ def test_an_error_travels_between_processes(kind: type[UnisonoError]) -> None:
     assert type(there) is kind
     assert len(there.problems) == 2
     assert str(there) == "a\n  b\n  Next: c\nd\n  e\n  Next: f"
+
+
+def test_a_message_without_facts_has_no_empty_lines() -> None:
+    """torch raises the error of a loader worker again, with its whole text as the only argument."""
+    assert str(DataError("An error.\n  Facts.\n  Next: a command")) == "An error.\n  Facts.\n  Next: a command"
+    assert str(DataError("An error.", remedy="a command")) == "An error.\n  Next: a command"

@@ -15,6 +15,7 @@ from unisono.environment.engines.slurm import job as job
 from unisono.environment.engines.torchrun import agent_hosts_store as agent_hosts_store
 from unisono.environment.nodes import Nodes as Nodes
 from unisono.environment.process_variables import cache as cache
+from unisono.environment.process_variables import cache_folder as cache_folder
 from unisono.environment.process_variables import inherited as inherited
 from unisono.environment.process_variables import remember_secrets as remember_secrets
 from unisono.environment.process_variables import set_for_libraries as set_for_libraries

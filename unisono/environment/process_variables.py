@@ -20,6 +20,14 @@ def cache() -> Path:
     return (Path(given) if given else Path.home() / ".cache") / "unisono"
 
 
+def cache_folder() -> Path:
+    """Return the folder for what a script downloads or makes once: $XDG_CACHE_HOME/unisono, or ~/.cache/unisono.
+
+    The folder may not exist yet. Fill it inside of `run.first()`.
+    """
+    return cache()
+
+
 def remember_secrets() -> None:
     """Mask the values of variables such as WANDB_API_KEY in every file and message of this process."""
     remember(os.environ)

@@ -1,0 +1,1 @@
+"""Parts of the recipes for pictures: models, files, random changes, annotations and drawn data."""
