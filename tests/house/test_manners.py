@@ -30,7 +30,7 @@ def test_files_have_few_lines_of_code() -> None:
 
 def test_folders_have_few_modules() -> None:
     folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in files("unisono") if path.stem != "__init__")
-    del folders["unisono/recipes"]  # a catalog: each module is a script of its own, which `unisono run NAME` finds there
+    del folders["unisono/recipes"]  # a catalog: each module is a script, which `unisono run NAME` finds there
     assert {folder: count for folder, count in folders.items() if count > MODULES} == {}
 
 

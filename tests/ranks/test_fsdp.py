@@ -112,6 +112,50 @@ class Repeated(nn.Module):
         return out
 
 
+class Attending(nn.Module):
+    """Use an input several times, as cross-attention does with the output of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.query(x) * torch.sigmoid(self.key(memory)) * self.value(memory) + memory)
+
+
+class Crossed(nn.Module):
+    """An encoder whose output each layer of the decoder gets, and an input that skips layers, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, 5)
+        self.encoder = nn.ModuleList(Attending() for _ in range(2))
+        self.decoder = nn.ModuleList(Attending() for _ in range(3))
+        self.out = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = memory = self.enter(x)
+        for layer in self.encoder:
+            memory = layer(memory, memory=first)
+        for layer in self.decoder:
+            first = layer(first, memory)
+        return self.out(torch.tanh(first + 3 * memory))
+
+
+def crossed(run: Run[Any]) -> Any:
+    return train(run, build=Crossed, data=Numbers(48))
+
+
+@pytest.mark.parametrize("again", ["none", "full"], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_an_input_of_several_layers_has_the_gradient_of_one_process(tmp_path: Path, gather: Any, again: Any) -> None:
+    config = settings(batch=16, virtual_ranks=4, steps=4)
+    (found,) = run_ranks(attempt, 1, tmp_path / "alone", crossed, config)
+    assert isinstance(found, list), found
+    sharded = replace(config, parallel=ParallelSettings(shard=2, reshard=gather, activation_checkpoint=again))
+    assert run_ranks(attempt, 2, tmp_path / "sharded", crossed, sharded) == [found] * 2
+
+
 def normed(run: Run[Any]) -> Any:
     return train(run, build=Normed, data=Numbers(48))
 
@@ -339,6 +383,15 @@ def train_skipping(run: Run[Any], where: str) -> Any:
     return train(run, build=lambda: SkipsLayer(where))
 
 
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_a_layer_whose_output_some_samples_do_not_use(tmp_path: Path, gather: Any) -> None:
+    config = settings(batch=8, virtual_ranks=8, micro_batch=1, steps=3)
+    (found,) = run_ranks(attempt, 1, tmp_path / "1", partial(train_skipping, where="loss"), config)
+    assert isinstance(found, list), found
+    config = replace(config, parallel=ParallelSettings(shard=2, reshard=gather))
+    assert run_ranks(attempt, 2, tmp_path / "2", partial(train_skipping, where="loss"), config) == [found] * 2
+
+
 def evaluate_data_dependent(run: Run[Any]) -> Any:
     """Call different layers in evaluations only, and at the end of a pass, where no other gather follows."""
 
@@ -403,11 +456,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         partial(train_skipping, where="forward"),
         ONE_SAMPLE_EACH,
         "gather the Linear rows.1.*reshard=step",
-    ),
-    "a layer whose output some samples do not use": (
-        partial(train_skipping, where="loss"),
-        ONE_SAMPLE_EACH,
-        "the Linear rows.1.*reshard=step",
     ),
     "another layer in an evaluation": (
         evaluate_data_dependent,

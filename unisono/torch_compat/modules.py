@@ -145,6 +145,57 @@ def reduce_unused_gradients(module: Any) -> None:
         group.post_backward = partial(_with_zeros, group, group.post_backward)
 
 
+def add_no_nodes_to_inputs(module: Any) -> None:
+    """Let FSDP2 learn from a hook of a tensor that the backward pass of this module is over.
+
+    FSDP2 passes all inputs of a layer through an autograd function, whose backward pass tells it. Such a node adds up
+    the gradient of an input that the layer uses several times, before the uses by other layers are added. Without
+    shards the uses are added one by one, from the last to the first: ((a + b) + c) + d, not (a + b) + (c + d).
+    """
+    state = module._get_fsdp_state()
+    for group in _param_groups(module):
+        inputs: list[torch.Tensor] = []
+        group._register_post_backward_hook = partial(_watch_inputs, group, inputs, group._register_post_backward_hook)
+        state._register_pre_backward_hook = partial(_watch_outputs, inputs, state._register_pre_backward_hook)
+
+
+def _watch_inputs(
+    group: Any, inputs: list[torch.Tensor], add_node: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call `group.post_backward` after the backward pass of a layer with these inputs, and return the inputs.
+
+    The engine runs, of the nodes that are ready, the one that was made last. So the node of an input runs after all
+    nodes that the layer has made, and of several inputs that of the youngest one runs first.
+    """
+    inputs[:] = _differentiable((args, kwargs))
+    made = [each for each in inputs if each.grad_fn is not None]
+    if not torch.is_grad_enabled() or not made:  # the node of a leaf runs at once
+        found: tuple[tuple[Any, ...], dict[str, Any]] = add_node(args, kwargs)
+        return found
+    youngest = max(made, key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+    youngest.register_hook(partial(_after_backward, group))
+    return args, kwargs
+
+
+def _watch_outputs(inputs: list[torch.Tensor], register: Callable[[Any], Any], output: Any) -> Any:
+    """Let FSDP2 gather a layer when the backward pass comes to its outputs, but not to inputs that it has returned."""
+    passed = {id(each) for each in inputs}
+    inputs.clear()
+    outputs = _differentiable(output)
+    if not any(id(each) in passed for each in outputs):
+        return register(output)
+    register([each for each in outputs if id(each) not in passed])
+    return output
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def _after_backward(group: Any, _: torch.Tensor) -> None:
+    group.post_backward()
+
+
 def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
     for param in group.fsdp_params if group.reduce_grads else ():
         if not hasattr(param, "_unsharded_param") or param.unsharded_accumulated_grad is not None:

@@ -31,7 +31,12 @@ from unisono.parallel.layers import layers_of, outermost, untied
 from unisono.parallel.memory_format import lay_out_rows
 from unisono.parallel.precision import DTYPES
 from unisono.tensors.spec import dtype_name
-from unisono.torch_compat.modules import parameter_slots, reduce_unused_gradients, set_shard_group
+from unisono.torch_compat.modules import (
+    add_no_nodes_to_inputs,
+    parameter_slots,
+    reduce_unused_gradients,
+    set_shard_group,
+)
 
 if TYPE_CHECKING:
     from unisono.config import ParallelSettings
@@ -103,6 +108,7 @@ class ShardedLayer:
         self._fsdp.set_reshard_after_backward(by_layer, recurse=False)
         self._fsdp.set_requires_gradient_sync(by_layer, recurse=False)
         reduce_unused_gradients(self._fsdp)
+        add_no_nodes_to_inputs(self._fsdp)
         self._fsdp.set_gradient_divide_factor(1.0)
         self._fsdp.set_force_sum_reduction_for_comms(True)
 
