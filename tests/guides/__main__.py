@@ -6,6 +6,7 @@ python -m tests.guides docs/guide/situations/spot.md           its commands, wit
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -26,6 +27,7 @@ def count() -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes of a page end, too
     if len(sys.argv) == 1:
         count()
     for page in sys.argv[1:]:
