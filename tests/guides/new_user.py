@@ -24,7 +24,7 @@ from tools.distributions import tracked_files
 from unisono.environment import inherited
 
 PATIENCE_SECONDS = 300.0
-LONGER = ("--set", "epochs=150", "--set", "checkpoint.every=200")
+LONGER = ("--set", "epochs=60", "--set", "checkpoint.every=100")
 
 
 @dataclass
