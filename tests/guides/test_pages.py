@@ -18,7 +18,7 @@ COMPARED = re.compile(r"\b(?:before|after)\.py(?: --ranks 2)?$")
 WALKED = [page for page in pages() if runnable(page)]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", WALKED)
 def test_a_page_can_be_followed(page: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.guides.new_user import NewUser, walk, wheel_of_sources
 from tests.package.builds import environment_with, tracked_or_skip
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_from_a_wheel_to_a_resumed_run_and_its_report(tmp_path: Path) -> None:
     pytest.importorskip("libcst", reason="needs libcst: pip install 'unisono[convert]'")
