@@ -219,7 +219,7 @@ def test_a_kill_in_the_middle_of_a_download(tmp_path: Path) -> None:
     assert left.stat().st_size == 4000  # as large as the shard, so only the name tells that it is not whole
     assert not cached(tmp_path)
     cache = ShardCache(tmp_path, 5000)
-    file = opened(cache, "b.tar", b"y" * 3000)  # another shard: there is room, since nobody writes the partial file
+    file = opened(cache, "b.tar", b"y" * 3000)  # another shard: there is room, no process writes the partial file
     assert file is not None
     assert file.read() == b"y" * 3000
     file.close()

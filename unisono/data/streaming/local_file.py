@@ -1,4 +1,4 @@
-"""An opened local file, by its descriptor. Python's own files warn when nobody closes them, and streams have no end."""
+"""An opened local file, by its descriptor. Python's own files warn when they are not closed. Streams have no end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ left behind by a kill but a partial file, which the next process removes:
 
     FOLDER/lock   exclusive   while room is made for a shard
     KEY.partial   exclusive   while it is downloaded; the other processes wait for a shared lock, and then use it
-    KEY.shard     shared      while it is read; only shards that nobody reads are removed
+    KEY.shard     shared      while it is read; only shards that no process reads are removed
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class ShardCache:
             return True
 
     def _remove_oldest(self, limit: int) -> bool:
-        """Remove shards that nobody reads until the rest has at most `limit` bytes. Return whether it has."""
+        """Remove shards that no process reads until the rest has at most `limit` bytes. Return whether it has."""
         files = self._files()
         total = sum(size for _, size, _ in files)
         for _, size, path in files:
