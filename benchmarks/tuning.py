@@ -58,7 +58,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 def study(folder: Path, *words: str) -> dict[str, Any]:
     """Run a study to its end, and return its result.json with the seconds that it took.
 
-    A study in the folder that has ended is not repeated. One that was interrupted begins anew.
+    A study in the folder that has ended is not repeated. One that was interrupted starts again.
     """
     kept = folder / "result.json"
     if kept.is_file():

@@ -67,7 +67,7 @@ def small() -> Any:
 
 
 def test_packed_documents_have_the_loss_of_single_ones() -> None:
-    """No token attends to another document, and positions begin anew."""
+    """No token attends to another document, and positions restart."""
     settings, model = finetune.Settings(length=16), small()
     rows = finetune.pack(documents(), settings)
     assert len(rows) < len(documents())

@@ -144,7 +144,7 @@ def pack(documents: list[Document], settings: Settings) -> list[list[Document]]:
 def as_batch(packed: list[list[Document]], length: int, padding: int) -> dict[str, Tensor]:
     """Collate rows of documents into int64 [rows, length] each: tokens, positions, and labels.
 
-    Positions begin anew with each document. Where they do, transformers divides the attention mask into blocks, so a
+    Positions restart with each document. Where they do, transformers divides the attention mask into blocks, so a
     token attends to its own document alone. Padding is a document of its own, without labels. The first token of a
     document has no label, because the token before it belongs to another one.
     """

@@ -136,9 +136,9 @@ def play(player: nn.Module, carts: int, device: torch.device, settings: Settings
 
     advantages, advantage = [], torch.zeros(carts, device=device)
     for t in reversed(range(settings.moves)):  # generalized advantage estimation, arXiv 1506.02438; a reward is 1
-        goes_on = settings.discount * (~falls[t])
-        error = 1 + goes_on * values[t + 1] - values[t]
-        advantage = error + goes_on * settings.decay * advantage
+        discount = settings.discount * (~falls[t])
+        error = 1 + discount * values[t + 1] - values[t]
+        advantage = error + discount * settings.decay * advantage
         advantages.append(advantage)
     estimate = torch.cat(advantages[::-1])
     rows = settings.moves * carts

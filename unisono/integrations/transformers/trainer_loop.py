@@ -182,7 +182,7 @@ class LossWindow:
         self._losses.append(loss)
 
     def mean(self) -> float:
-        """Return the mean, and begin anew."""
+        """Return the mean, and start a new one."""
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses)
 
