@@ -146,14 +146,40 @@ def crossed(run: Run[Any]) -> Any:
     return train(run, build=Crossed, data=Numbers(48))
 
 
+class Bottleneck(nn.Module):
+    """A layer of layers, whose input the first of them and a shortcut get, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortcut = nn.Linear(5, 5)
+        self.layer = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.shortcut(x) + self.layer(x))
+
+
+class Nested(nn.Sequential):
+    """Two layers of layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 5), Bottleneck(), Bottleneck(), nn.Linear(5, 2))
+
+
+def nested(run: Run[Any]) -> Any:
+    return train(run, build=Nested, data=Numbers(48))
+
+
+@pytest.mark.parametrize("loop", [crossed, nested])
 @pytest.mark.parametrize("again", ["none", "full"], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("gather", ["layer", "step"])
-def test_an_input_of_several_layers_has_the_gradient_of_one_process(tmp_path: Path, gather: Any, again: Any) -> None:
+def test_an_input_of_several_layers_has_the_gradient_of_one_process(
+    tmp_path: Path, loop: Any, gather: Any, again: Any
+) -> None:
     config = settings(batch=16, virtual_ranks=4, steps=4)
-    (found,) = run_ranks(attempt, 1, tmp_path / "alone", crossed, config)
+    (found,) = run_ranks(attempt, 1, tmp_path / "alone", loop, config)
     assert isinstance(found, list), found
     sharded = replace(config, parallel=ParallelSettings(shard=2, reshard=gather, activation_checkpoint=again))
-    assert run_ranks(attempt, 2, tmp_path / "sharded", crossed, sharded) == [found] * 2
+    assert run_ranks(attempt, 2, tmp_path / "sharded", loop, sharded) == [found] * 2
 
 
 def normed(run: Run[Any]) -> Any:

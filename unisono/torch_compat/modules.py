@@ -154,46 +154,63 @@ def add_no_nodes_to_inputs(module: Any) -> None:
     """
     state = module._get_fsdp_state()
     for group in _param_groups(module):
-        inputs: list[torch.Tensor] = []
-        group._register_post_backward_hook = partial(_watch_inputs, group, inputs, group._register_post_backward_hook)
-        state._register_pre_backward_hook = partial(_watch_outputs, inputs, state._register_pre_backward_hook)
+        watch = _BackwardWatch(group, group._register_post_backward_hook, state._register_pre_backward_hook)
+        group._register_post_backward_hook = watch.inputs
+        state._register_pre_backward_hook = watch.outputs
 
 
-def _watch_inputs(
-    group: Any, inputs: list[torch.Tensor], add_node: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call `group.post_backward` after the backward pass of a layer with these inputs, and return the inputs.
+class _BackwardWatch:
+    """Hooks of the inputs and outputs of a layer, from which FSDP2 learns when its backward pass begins and is over.
 
-    The engine runs, of the nodes that are ready, the one that was made last. So the node of an input runs after all
-    nodes that the layer has made, and of several inputs that of the youngest one runs first.
+    Args:
+        group: FSDP2's group of the layer's parameters.
+        add_node: FSDP2's function that passes inputs through an autograd function.
+        register: FSDP2's function that registers hooks of outputs.
     """
-    inputs[:] = _differentiable((args, kwargs))
-    made = [each for each in inputs if each.grad_fn is not None]
-    if not torch.is_grad_enabled() or not made:  # the node of a leaf runs at once
-        found: tuple[tuple[Any, ...], dict[str, Any]] = add_node(args, kwargs)
-        return found
-    youngest = max(made, key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
-    youngest.register_hook(partial(_after_backward, group))
-    return args, kwargs
 
+    def __init__(self, group: Any, add_node: Callable[..., Any], register: Callable[[Any], Any]) -> None:
+        self._group, self._add_node, self._register = group, add_node, register
+        self._inputs: list[torch.Tensor] = []
+        self._awaited = 0
+        """Hooks that have not been called yet."""
 
-def _watch_outputs(inputs: list[torch.Tensor], register: Callable[[Any], Any], output: Any) -> Any:
-    """Let FSDP2 gather a layer when the backward pass comes to its outputs, but not to inputs that it has returned."""
-    passed = {id(each) for each in inputs}
-    inputs.clear()
-    outputs = _differentiable(output)
-    if not any(id(each) in passed for each in outputs):
-        return register(output)
-    register([each for each in outputs if id(each) not in passed])
-    return output
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Call `group.post_backward` after the backward pass of a layer with these inputs, and return the inputs.
+
+        The engine runs, of the nodes that are ready, the one that was made last. So the node of an input runs after all
+        nodes that the layer has made, and of several inputs that of the youngest one runs first.
+
+        A layer that is recomputed as a part of a larger one has its hook already, and may get the same input again.
+        (Where torch recomputes with reentrant autograd, the first forward pass has no graph, and registers no hook.)
+        """
+        self._inputs[:] = _differentiable((args, kwargs))
+        made = [each for each in self._inputs if each.grad_fn is not None]
+        if not torch.is_grad_enabled() or not made:  # the node of a leaf runs at once
+            found: tuple[tuple[Any, ...], dict[str, Any]] = self._add_node(args, kwargs)
+            return found
+        if not (self._awaited and is_in_backward()):
+            self._awaited += 1
+            youngest = max(made, key=lambda tensor: tensor.grad_fn._sequence_nr())  # type: ignore[union-attr]
+            youngest.register_hook(self._end)
+        return args, kwargs
+
+    def outputs(self, output: Any) -> Any:
+        """Let FSDP2 gather a layer when the backward pass comes to its outputs, but not to inputs that it returns."""
+        passed = {id(each) for each in self._inputs}
+        self._inputs.clear()
+        outputs = _differentiable(output)
+        if not any(id(each) in passed for each in outputs):
+            return self._register(output)
+        self._register([each for each in outputs if id(each) not in passed])
+        return output
+
+    def _end(self, _: torch.Tensor) -> None:
+        self._awaited -= 1
+        self._group.post_backward()
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.requires_grad]
-
-
-def _after_backward(group: Any, _: torch.Tensor) -> None:
-    group.post_backward()
 
 
 def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
