@@ -27,6 +27,7 @@ from unisono.data.computed_batches import IndexDataset
 from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
 from unisono.data.rng import (
+    SentState,
     State,
     get_state,
     same_state,
@@ -35,6 +36,7 @@ from unisono.data.rng import (
     seed_others,
     set_others,
     set_state,
+    to_send,
 )
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
@@ -44,7 +46,7 @@ from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]
-Fetched = tuple[Any, State | None]
+Fetched = tuple[Any, State | SentState | None]
 
 
 class FetchTask(NamedTuple):
@@ -109,7 +111,7 @@ class MicroBatchDataset(Dataset[Any]):
         before = get_state()
         batch = self.fetch(task)
         after = get_state()
-        return batch, None if same_state(before, after) else after
+        return batch, None if same_state(before, after) else to_send(after)
 
     def fetch(self, task: FetchTask) -> Any:
         """Return the batch, and leave the generators in the states that the loop's body starts with."""
