@@ -89,7 +89,7 @@ def test_one_process_is_predicted_as_it_was_measured() -> None:
 def test_what_several_processes_needed_is_added() -> None:
     plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
     replicas, shards = memory_of(plain, REPLICAS).total + 3 * MB, memory_of(plain, SHARDS).total - 2 * MB
-    peaks = MeasuredPeaks(plain, {REPLICAS: replicas, SHARDS: shards})
+    peaks = MeasuredPeaks(plain, None, {REPLICAS: replicas, SHARDS: shards})
     assert memory_of(plain, REPLICAS, peaks).total == replicas
     assert memory_of(plain, SHARDS, peaks).total == shards
     assert memory_of(plain, peaks=peaks).total == plain.peak
@@ -99,12 +99,33 @@ def test_what_several_processes_needed_is_added() -> None:
     assert memory_of(again, replace(REPLICAS, recompute=True), peaks).unexplained == 3 * MB
 
 
+def test_replicas_save_by_recomputation_what_two_of_them_were_measured_to_save() -> None:
+    plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
+    again = replace(plain, rounds=RoundBytes(10 * MB, 80 * MB, 20 * MB, 5 * MB, {}))
+    recomputed, four = replace(REPLICAS, recompute=True), Placement(4)
+    found = {REPLICAS: 3 * MB, four: 4 * MB, SHARDS: MB}
+    peaks = {each: memory_of(plain, each).total + more for each, more in found.items()}
+    peaks[recomputed] = memory_of(again, recomputed).total - 5 * MB
+    measured = MeasuredPeaks(plain, again, peaks)
+    assert memory_of(plain, REPLICAS, measured).total == peaks[REPLICAS]
+    assert memory_of(again, recomputed, measured).total == peaks[recomputed]
+    assert measured.beyond(replace(four, recompute=True)) == 4 * MB - 5 * MB - 3 * MB
+    assert measured.beyond(replace(SHARDS, recompute=True)) == MB
+
+
 def test_what_was_measured_is_predicted_as_it_was() -> None:
     assert seconds_of(COSTS, RUNS, Placement()) == pytest.approx(8 * 0.1 + 0.02 + 0.01)
     assert seconds_of(COSTS, RUNS, REPLICAS) == pytest.approx(4 * 0.11 + 0.03 + 0.05)
     assert seconds_of(COSTS, RUNS, SHARDS) == pytest.approx(4 * 0.17 + 0.02 + 0.02)
     assert seconds_of(COSTS, RUNS, BY_STEP) == pytest.approx(4 * 0.11 + 0.02 + 0.09)
     assert seconds_of(COSTS, RUNS, GROUPS) == pytest.approx(2 * 0.3 + 0.04 + 0.06)
+
+
+def test_recomputation_that_was_measured_is_predicted_as_it_was() -> None:
+    recomputed, took = replace(REPLICAS, recompute=True), StepSeconds(0.2, 0.03, 0.04)
+    runs = replace(RUNS, together={**RUNS.together, recomputed: took})
+    assert seconds_of(COSTS, runs, recomputed) == pytest.approx(4 * 0.2 + 0.03 + 0.04)
+    assert seconds_of(COSTS, runs, REPLICAS) == seconds_of(COSTS, RUNS, REPLICAS)
 
 
 def test_recomputation_makes_micro_batches_longer() -> None:

@@ -10,7 +10,8 @@ Shards, gathered by layer: parameters, gradients and optimizer state are divided
 all layers, the layer in use and the one that is gathered ahead; twice there is the gradient of the layer that travels.
 
 What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
-keeps, connections) is added to each prediction: that of one process, and that of the same placement.
+keeps, connections) is added to each prediction: that of one process, and that of the same placement. Of recomputation
+on several processes, two replicas are measured.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Fold, Node, parent, subtrees
 
 FLAT, LOOSE = "flat", "loose"
+
+RECOMPUTED = Placement(2, recompute=True)
+"""The placement that shows what replicas save by recomputation: more than one process, by what the allocator keeps."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +124,26 @@ class MeasuredPeaks:
 
     Attributes:
         plain: What one process of the same script needed.
-        peaks: The peaks, by the placement, without recomputation.
+        again: What it needed with recomputation; None: this was not measured.
+        peaks: The peaks, by the placement. With recomputation, that of two replicas is enough.
     """
 
     plain: RecordedCosts
+    again: RecordedCosts | None = None
     peaks: Mapping[Placement, int] = field(default_factory=dict)
 
     def beyond(self, placement: Placement) -> int:
         """Return by how much more the model is exceeded than on one process; 0: not measured."""
-        measured = placement.without_recompute
-        if measured not in self.peaks or self.plain.rounds is None:
+        found = self._excess(placement.without_recompute)
+        if not placement.recompute or placement.shards > 1 or RECOMPUTED not in self.peaks:
+            return found
+        return found + self._excess(RECOMPUTED) - self._excess(RECOMPUTED.without_recompute)
+
+    def _excess(self, measured: Placement) -> int:
+        costs = self.again if measured.recompute else self.plain
+        if measured not in self.peaks or costs is None or costs.rounds is None:
             return 0
-        return self.peaks[measured] - memory_of(self.plain, measured).total
+        return self.peaks[measured] - memory_of(costs, measured).total
 
 
 def memory_of(

@@ -25,7 +25,7 @@ class ShortRuns:
 
     Attributes:
         alone: The time of a step on one process; None: it was not measured.
-        together: The time of a step on several processes, by the placement, without recomputation.
+        together: The time of a step on several processes, by the placement. With recomputation some suffice.
         cores: Cores that processes share, for numbers of replicas that were not measured; 0: each has a device.
     """
 
@@ -63,9 +63,13 @@ def seconds_of(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> f
     """
     if placement.processes == 1:
         return costs.step_seconds
-    found = runs.together.get(placement.without_recompute)
-    if found is None or costs.seconds is None or runs.alone is None:
+    if costs.seconds is None or runs.alone is None:
         return None
-    longer = runs.load(placement.processes, costs.threads) * (costs.seconds.round - runs.alone.round)
-    rounds = rounds_of_busiest(costs.micro_batches, placement)
+    rounds, longer = rounds_of_busiest(costs.micro_batches, placement), 0.0
+    found = runs.together.get(placement)
+    if found is None:
+        found = runs.together.get(placement.without_recompute)
+        if found is None:
+            return None
+        longer = runs.load(placement.processes, costs.threads) * (costs.seconds.round - runs.alone.round)
     return rounds * (found.round + longer) + found.update + found.rest

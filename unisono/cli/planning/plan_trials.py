@@ -3,7 +3,7 @@
 fake        a step of fake tensors: the memory of a micro-batch, whatever the size of the model
 count       the same with real tensors, where the script cannot compute with fake ones
 measure     some steps on one process: time, and its peak of memory
-together    some steps of each placement on 2, 4, ... processes, without recomputation
+together    some steps of each placement on 2, 4, ... processes, and of two replicas with recomputation
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
 Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation.
@@ -30,7 +30,7 @@ from unisono.config import CommandLine, size
 from unisono.costs.candidates import Candidate, candidate
 from unisono.costs.device_costs import DeviceOffer, offers_of
 from unisono.costs.device_table import HERE, Device
-from unisono.costs.memory_model import MeasuredPeaks, memory_of
+from unisono.costs.memory_model import RECOMPUTED, MeasuredPeaks, memory_of
 from unisono.costs.placements import Placement, counts_up_to, placements
 from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
 from unisono.costs.time_model import ShortRuns, rounds_of_busiest
@@ -107,7 +107,9 @@ class PlanTrials(TrialRunner):
         counts = counts_up_to(most)
         virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
         more = [most + 1] if most < len(plain.micro_batches) else []
-        runs, peaks = self._together(plain, [*placements(most, recompute=False), *map(Placement, more)])
+        recomputed = [RECOMPUTED] if again is not None and most > 1 else []
+        wanted = [*placements(most, recompute=False), *recomputed, *map(Placement, more)]
+        runs, peaks = self._together(plain, again, wanted)
         by_setting = {False: plain, True: again}
         found = [
             candidate(placement, costs, runs, peaks)
@@ -199,7 +201,9 @@ class PlanTrials(TrialRunner):
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
 
-    def _together(self, plain: RecordedCosts, wanted: Sequence[Placement]) -> tuple[ShortRuns, MeasuredPeaks]:
+    def _together(
+        self, plain: RecordedCosts, again: RecordedCosts | None, wanted: Sequence[Placement]
+    ) -> tuple[ShortRuns, MeasuredPeaks]:
         """Measure placements on several processes."""
         if plain.seconds is None:
             return ShortRuns(), MeasuredPeaks(plain)
@@ -209,7 +213,7 @@ class PlanTrials(TrialRunner):
             if measured is not None:
                 found[placement] = measured
         runs = ShortRuns(plain.seconds, {each: measured.seconds for each, measured in found.items()}, _cores())
-        return runs, MeasuredPeaks(plain, {each: measured.peak for each, measured in found.items()})
+        return runs, MeasuredPeaks(plain, again, {each: measured.peak for each, measured in found.items()})
 
     def _measured(self, placement: Placement, plain: RecordedCosts) -> Together | None:
         """Return what steps of a placement took; None: it does not fit this machine, or fails."""
@@ -218,7 +222,8 @@ class PlanTrials(TrialRunner):
             self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
             return None
         name = str(placement)
-        outcome = self._trial(name, (), "costs:{steps}:{folder}", layout)
+        sets = (f"{RECOMPUTE}=full",) if placement.recompute else ()
+        outcome = self._trial(name, sets, "costs:{steps}:{folder}", layout)
         if outcome.exit_status:
             self._note(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
             self._shards = self._shards and placement.shards == 1
