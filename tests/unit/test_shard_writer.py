@@ -243,14 +243,14 @@ def change_index(out: Path, **more: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "its format is not 1"),
+        ({"format": 1}, "its format is not 2"),
         ({"kind": "zip"}, "its kind is 'zip'"),
         ({"shards": [{}]}, "It has no 'name'"),
         ({"name": "../../etc/passwd"}, "'../../etc/passwd' is no name of a shard"),
         ({"samples": -3}, "has -3 samples"),
         ({"samples": "7"}, "has '7' samples"),
         ({"sha256": "x"}, "has no checksum"),
-        (b'{"format": 1, "kind": "ta', "Unterminated string"),
+        (b'{"format": 2, "kind": "ta', "Unterminated string"),
         (b"", "Expecting value"),
         (b"[]", "its format is not"),
     ],
@@ -262,7 +262,7 @@ def test_a_broken_index_is_named(tmp_path: Path, change: Any, message: str) -> N
     if isinstance(change, bytes):
         (out / "index.json").write_bytes(change)
     elif "shards" in change:
-        (out / "index.json").write_text(json.dumps({"format": 1, "kind": "tar", **change}))
+        (out / "index.json").write_text(json.dumps({"format": 2, "kind": "tar", **change}))
     else:
         change_index(out, **change)
     with pytest.raises(DataError, match=rf"The index {out}/index.json is broken\.\n.*{message}"):

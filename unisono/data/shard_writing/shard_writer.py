@@ -26,6 +26,7 @@ from typing import IO, Any
 from unisono.config.wording import plural
 from unisono.data.shard_writing.content_check import problem_of
 from unisono.data.shard_writing.source_samples import Part, Source, SourceSample
+from unisono.data.streaming.sample_offsets import LineOffsets, Member, TarOffsets
 from unisono.data.streaming.shard_index import INDEX, ShardEntry, ShardIndex, offsets_of, parse_index
 from unisono.errors import DataError
 from unisono.json_forms import parse
@@ -226,7 +227,7 @@ class _Hashed:
 def _write_one(plan: ShardPlan, name: str, samples: Sequence[SourceSample]) -> tuple[ShardEntry, list[str]]:
     """Write one shard, and return what it is, and its bad files. It is left out if there are some."""
     partial = plan.out / f".{name}.partial"
-    offsets: list[Any] = []
+    offsets: TarOffsets | LineOffsets = LineOffsets() if plan.kind == "jsonl" else TarOffsets()
     problems: list[str] = []
     with open(partial, "wb") as file:
         out = _Hashed(file)
@@ -238,7 +239,10 @@ def _write_one(plan: ShardPlan, name: str, samples: Sequence[SourceSample]) -> t
             if wrong := [problem for problem in found if problem]:
                 problems += wrong
                 continue
-            offsets.append(_add_line(out, contents[0]) if plan.kind == "jsonl" else _add_members(out, sample, contents))
+            if isinstance(offsets, LineOffsets):
+                offsets.add(*_add_line(out, contents[0]))
+            else:
+                offsets.add(sample.key, _add_members(out, sample, contents))
         if plan.kind == "tar":
             out.write(TAR_END)
         file.flush()
@@ -250,7 +254,7 @@ def _write_one(plan: ShardPlan, name: str, samples: Sequence[SourceSample]) -> t
         partial.unlink()
         entry = ShardEntry(name, 0, 0, entry.sha256)
     else:
-        write_whole(plan.out / offsets_of(name), json.dumps(offsets, separators=(",", ":")).encode())
+        write_whole(plan.out / offsets_of(name), json.dumps(offsets.as_json(), separators=(",", ":")).encode())
         partial.replace(plan.out / name)
     return entry, problems
 
@@ -265,26 +269,27 @@ def _read(part: Part) -> bytes:
         raise DataError(f"Cannot read {part.path}.", fact, "repeat the command: it continues.") from None
 
 
-def _add_line(out: _Hashed, content: bytes) -> list[int]:
+def _add_line(out: _Hashed, content: bytes) -> tuple[int, int]:
+    """Write a line, and return its first byte and the one behind it."""
     line = content.strip()
     begin = out.size
     out.write(line + b"\n")
-    return [begin, begin + len(line)]
+    return begin, begin + len(line)
 
 
-def _add_members(out: _Hashed, sample: SourceSample, contents: Sequence[bytes]) -> list[Any]:
-    """Write the members of a sample, and return [key, [[extension, first byte, bytes], ...]]."""
+def _add_members(out: _Hashed, sample: SourceSample, contents: Sequence[bytes]) -> list[Member]:
+    """Write the members of a sample, and return where they are."""
     members = [(part.extension, content) for part, content in zip(sample.parts, contents, strict=True)]
     if sample.label >= 0:
         members.append(("cls", b"%d" % sample.label))
-    places = []
+    places: list[Member] = []
     for extension, content in members:
         info = tarfile.TarInfo(f"{sample.key}.{extension}")
         info.size = len(content)
         out.write(info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
-        places.append([extension, out.size, len(content)])
+        places.append((extension, out.size, len(content)))
         out.write(content + bytes(-len(content) % tarfile.BLOCKSIZE))
-    return [sample.key, places]
+    return places
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import UnsupportedOperation
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec  # type: ignore[import-untyped]
 from braceexpand import braceexpand
@@ -23,6 +23,7 @@ from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 from unisono import environment
 from unisono.data.streaming.local_file import open_local
 from unisono.data.streaming.remote_file import is_remote, open_remote, try_again, version_of
+from unisono.data.streaming.sample_offsets import LineOffsets, TarOffsets
 from unisono.data.streaming.shard_cache import RemoteShard, ShardCache
 from unisono.errors import DataError
 from unisono.json_forms import parse_value
@@ -37,9 +38,11 @@ MOST_SAMPLE = 1 << 31
 MOST_PREAD = 1 << 30
 """Largest size in bytes of one read at a position. Linux returns at most 2 GiB at once."""
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 """Version of the cached indexes; part of their file names."""
 
+
+Offsets = TypeVar("Offsets", TarOffsets, LineOffsets)
 
 Urls = str | Path | Sequence[str | Path]
 """Paths or URLs, or patterns of them."""
@@ -168,19 +171,22 @@ class ShardFile:
                 return cached
         return open_remote(self.url)
 
-    def index(self, build: Callable[[], Any], read: Callable[[Any], Any]) -> Any:
-        """Return `build()`, a JSON value that says where the samples are; or what was written beside the shard.
+    def index(self, scan: Callable[[], Offsets], kind: type[Offsets]) -> Offsets:
+        """Return where the samples are: from the file beside the shard, from the cache, or else from `scan()`.
 
         Args:
-            build: scans the shard.
-            read: checks a value that was written beside it. Raises ValueError for one that it cannot be.
+            scan: scans the shard.
+            kind: TarOffsets or LineOffsets.
+
+        Raises:
+            DataError: the file beside the shard is broken.
         """
         if not self.offsets:
-            return cached_index(self.url, build)
+            return cached_index(self.url, scan, kind)
         with ShardFile(self.offsets, self.cache).open() as file:
             text = file.read()
         try:
-            return read(parse_value(text))
+            return kind.from_json(parse_value(text))
         except ValueError as error:
             raise DataError(
                 f"The index {self.offsets} of a shard is broken.",
@@ -200,21 +206,21 @@ def read_at(file: IO[bytes], begin: int, size: int) -> bytes:
     return file.read(size)
 
 
-def cached_index(url: str, build: Callable[[], Any]) -> Any:
-    """Return `build()`, a JSON value that describes a file, or the cached value if the file has not changed since.
+def cached_index(url: str, scan: Callable[[], Offsets], kind: type[Offsets]) -> Offsets:
+    """Return `scan()`, or its cached result if the file has not changed since.
 
     The cache is in the user's cache folder. A cache that cannot be written is not an error: it only costs time.
     """
     path = _index_path(url)
     if path is not None:
         with suppress(OSError, ValueError):
-            return json.loads(path.read_bytes())
-    index = build()
+            return kind.from_json(json.loads(path.read_bytes()))
+    index = scan()
     if path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(index), encoding="utf-8")
+            draft.write_text(json.dumps(index.as_json()), encoding="utf-8")
             draft.replace(path)
     return index
 

@@ -16,6 +16,7 @@ from unisono.data.streaming.files import (
     decode_json,
     read_at,
 )
+from unisono.data.streaming.sample_offsets import LineOffsets
 from unisono.errors import DataError
 
 BLOCK_BYTES = 1 << 20
@@ -36,25 +37,15 @@ class JsonLines:
         return decode_json(raw)
 
 
-def line_offsets(value: Any) -> list[list[int]]:
-    """Return the bounds of each line. Raises ValueError if the value is something else."""
-    for bounds in value if isinstance(value, list) else [value]:
-        is_pair = isinstance(bounds, list) and len(bounds) == 2 and all(type(number) is int for number in bounds)
-        if not is_pair or not 0 <= bounds[0] <= bounds[1]:
-            raise ValueError(f"{str(bounds)[:60]} are no bounds of a line")
-    lines: list[list[int]] = value
-    return lines
-
-
 class LineReader:
     """The lines of an uncompressed file, by number."""
 
     def __init__(self, file: ShardFile) -> None:
         self._file = file.open()
-        self._bounds: list[list[int]] = file.index(self._scan, line_offsets)
+        self._offsets = file.index(self._scan, LineOffsets)
 
-    def _scan(self) -> list[list[int]]:
-        """Return [begin, end] in bytes of every line that is not empty."""
+    def _scan(self) -> LineOffsets:
+        """Return where every line is that is not empty."""
         ends: list[int] = []
         position = 0
         self._file.seek(0)
@@ -62,17 +53,21 @@ class LineReader:
             ends += (np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == 10) + position).tolist()
             position += len(block)
         unfinished = [position] if position > (ends[-1] + 1 if ends else 0) else []
-        bounds = [[before + 1, end] for before, end in pairwise([-1, *ends, *unfinished])]
-        return [[a, b] for a, b in bounds if b - a > 1 or (b > a and self._read(a, b).strip())]
+        offsets = LineOffsets()
+        for before, end in pairwise([-1, *ends, *unfinished]):
+            begin = before + 1
+            if end - begin > 1 or (end > begin and self._read(begin, end).strip()):
+                offsets.add(begin, end)
+        return offsets
 
     def _read(self, begin: int, end: int) -> bytes:
         return read_at(self._file, begin, end - begin)
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return len(self._offsets)
 
     def __getitem__(self, offset: int) -> bytes:
-        begin, end = self._bounds[offset]
+        begin, end = self._offsets.begins[offset], self._offsets.ends[offset]
         line = self._read(begin, end)
         if len(line) < end - begin:
             raise DamagedSample(offset, f"The file ends at byte {begin + len(line):,}, but was longer when indexed.")

@@ -20,7 +20,7 @@ from unisono.errors import DataError
 from unisono.json_forms import parse_value
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2
 NAME = re.compile(r"[\w-][\w.-]*")
 """Names of shards: files in the folder of the index, and nothing else."""
 

@@ -28,6 +28,7 @@ from unisono.data.streaming.files import (
     decode_json,
     read_at,
 )
+from unisono.data.streaming.sample_offsets import TarOffsets
 from unisono.errors import DataError
 
 MOST_EXTENSION = 1 << 20
@@ -53,24 +54,6 @@ class TarShards:
     def decode(self, raw: Raw) -> dict[str, Any]:
         key, members = raw
         return {"__key__": key, **{name: _decode_member(name, content) for name, content in members.items()}}
-
-
-def tar_offsets(value: Any) -> tuple[list[list[Any]], str]:
-    """Return a value as TarReader keeps it: the samples, and no problem. Raises ValueError if it is none."""
-    if not isinstance(value, list):
-        raise ValueError("it is no list")
-    for sample in value:
-        try:
-            key, members = sample
-            numbers = [number for _, *numbers in members for number in numbers]
-            is_right = isinstance(key, str) and all(
-                isinstance(name, str) and len(numbers) == 2 for name, *numbers in members
-            )
-        except (TypeError, ValueError):
-            is_right, numbers = False, []
-        if not is_right or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"{str(sample)[:60]} is no sample")
-    return value, ""
 
 
 def _decode_member(extension: str, content: bytes) -> Any:
@@ -99,23 +82,26 @@ class TarReader:
 
     def __init__(self, file: ShardFile) -> None:
         self._file = file.open()
-        self._samples, problem = file.index(self._scan, tar_offsets)
-        self.damage = DamagedSample(len(self._samples), problem) if problem else None
+        self._offsets = offsets = file.index(self._scan, TarOffsets)
+        self.damage = DamagedSample(len(offsets), offsets.problem) if offsets.problem else None
 
-    def _scan(self) -> tuple[list[list[Any]], str]:
-        """Return [key, [[extension, first byte, bytes], ...]] of every complete sample, and the problem behind it."""
+    def _scan(self) -> TarOffsets:
+        """Return where every complete sample is, and the problem behind the last one."""
         self._file.seek(0)
         members = _Members(self._file)
-        samples = [[key, [list(part) for part in parts]] for key, parts in _group_by_key(members)]
+        samples = list(_group_by_key(members))
         if members.problem and samples:
             samples.pop()  # it may lack members
-        return samples, members.problem
+        offsets = TarOffsets(problem=members.problem)
+        for key, parts in samples:
+            offsets.add(key, parts)
+        return offsets
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._offsets)
 
     def __getitem__(self, offset: int) -> Raw:
-        key, members = self._samples[offset]
+        key, members = self._offsets.keys[offset], self._offsets.members(offset)
         first, last = min(begin for _, begin, _ in members), max(begin + size for _, begin, size in members)
         if last - first > sum(size for _, _, size in members) + GAP * len(members):
             return key, {extension: self._read(begin, size, offset) for extension, begin, size in members}
@@ -125,8 +111,8 @@ class TarReader:
     def _read(self, begin: int, size: int, offset: int) -> bytes:
         content = read_at(self._file, begin, size)
         if len(content) < size:
-            key = self._samples[offset][0]
-            raise DamagedSample(offset, f"The file ends at byte {begin + len(content):,}, inside {key}.")
+            name = self._offsets.keys[offset]
+            raise DamagedSample(offset, f"The file ends at byte {begin + len(content):,}, inside {name}.")
         return content
 
     def close(self) -> None:
