@@ -56,7 +56,7 @@ def test_offsets_are_the_same_after_a_file() -> None:
     ids=str,
 )
 def test_other_values_are_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="it has|a column has"):
+    with pytest.raises(ValueError, match=r"it has|a column"):
         TarOffsets.from_json({**tar_offsets().as_json(), **change})
 
 
@@ -64,5 +64,5 @@ def test_other_values_are_refused(change: dict[str, Any]) -> None:
     "value", [[], None, {}, {"begins": [1, 2], "ends": [1]}, {"begins": [3], "ends": [1]}], ids=str
 )
 def test_other_values_are_no_lines(value: Any) -> None:
-    with pytest.raises(ValueError, match="it has|a column has"):
+    with pytest.raises(ValueError, match=r"it has|a column"):
         LineOffsets.from_json(value)

@@ -20,6 +20,7 @@ from tests.house.sources import ROOT
 from tests.shards import COUNTS, write_lines, write_tars
 from unisono.data.streaming import files, jsonl, tar
 from unisono.data.streaming.files import DamagedSample, expand
+from unisono.data.streaming.sample_offsets import LineOffsets
 from unisono.data.streaming.stream import ForwardReader, Stream
 from unisono.distributed.init import join_process_group as join
 from unisono.environment import World
@@ -94,7 +95,7 @@ def test_an_index_is_kept_until_its_file_changes(tmp_path: Path, monkeypatch: py
     scanned: list[str] = []
     scan = jsonl.LineReader._scan
 
-    def counted_scan(lines: jsonl.LineReader) -> list[list[int]]:
+    def counted_scan(lines: jsonl.LineReader) -> LineOffsets:
         scanned.append("")
         return scan(lines)
 

@@ -126,9 +126,9 @@ def _numbers(value: Any, *names: str) -> list[array[int]]:
     if not isinstance(value, dict):
         raise ValueError("it has no columns")
     try:
-        found = [array("q", value.get(name)) for name in names]
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"a column has something else than numbers: {error}") from None
+        found = [array("q", value[name]) for name in names]
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"a column is missing, or has something else than numbers: {error}") from None
     if any(column and min(column) < 0 for column in found):
         raise ValueError("a column has numbers below 0")
     return found
