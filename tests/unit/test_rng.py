@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from unisono.data.loader import FetchTask, MicroBatchDataset
-from unisono.data.rng import get_state, same_state, seed_everything, set_state
+from unisono.data.rng import drawn_between, get_state, same_state, seed_everything, set_state
 from unisono.plan.batch_order import MicroBatchId
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -43,6 +44,24 @@ def test_a_draw_changes_the_state(draw: Callable[[], Any]) -> None:
         assert same_state(before, get_state())
         draw()
         assert not same_state(before, get_state())
+
+
+def test_only_generators_that_were_drawn_from_are_sent() -> None:
+    seed_everything(7)
+    before = get_state()
+    assert drawn_between(before, get_state()) is None
+    random.random()
+    drawn = drawn_between(before, get_state())
+    assert drawn is not None
+    assert drawn[:2] == (None, None)
+    torch.rand(3)
+    np.random.rand(3)
+    after = get_state()
+    found = pickle.loads(pickle.dumps(drawn_between(before, after)))
+    assert all(part is not None for part in found)
+    seed_everything(7)
+    set_state(found)
+    assert same_state(after, get_state())
 
 
 def test_seeding_restores_equal_states() -> None:

@@ -27,16 +27,15 @@ from unisono.data.computed_batches import IndexDataset
 from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
 from unisono.data.rng import (
-    SentState,
+    Drawn,
     State,
+    drawn_between,
     get_state,
-    same_state,
     seed_device,
     seed_everything,
     seed_others,
     set_others,
     set_state,
-    to_send,
 )
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError
@@ -46,7 +45,7 @@ from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
 
 Collate = Callable[[list[Any]], Any]
 Spans = tuple[tuple[int, int], ...]
-Fetched = tuple[Any, State | SentState | None]
+Fetched = tuple[Any, State | Drawn | None]
 
 
 class FetchTask(NamedTuple):
@@ -110,8 +109,7 @@ class MicroBatchDataset(Dataset[Any]):
         seed_everything(task.key)
         before = get_state()
         batch = self.fetch(task)
-        after = get_state()
-        return batch, None if same_state(before, after) else to_send(after)
+        return batch, drawn_between(before, get_state())
 
     def fetch(self, task: FetchTask) -> Any:
         """Return the batch, and leave the generators in the states that the loop's body starts with."""
@@ -219,12 +217,13 @@ class Loader:
         for batch, state in fetched:
             if self.fetcher.keyed:
                 seed_everything(self._pending[0].key, None if self.device.type == "cpu" else self.device)
-                if state is not None:
-                    set_state(state)
-            elif state is not None:
-                set_others(state)
-            elif not self.fetcher.never_draws:
-                seed_others(self._pending[0].key)
+                restore = set_state
+            else:
+                if not self.fetcher.never_draws:
+                    seed_others(self._pending[0].key)
+                restore = set_others
+            if state is not None:
+                restore(state)
             yield alignment.align(batch if self.device.type == "cpu" else to_device(batch, self.device))
 
     def close(self) -> None:

@@ -18,8 +18,9 @@ _seed_numpy = cast(Any, np.random.random_sample).__self__.seed  # np.random.seed
 State = tuple[torch.Tensor, Any, Any]
 """The states of torch's, numpy's and Python's generator on the CPU; about 10 kB."""
 
-SentState = tuple[np.ndarray[Any, Any], Any, Any]
-"""The same for another process: torch would send the tensor through a file of shared memory."""
+Drawn = tuple[np.ndarray[Any, Any] | None, Any, Any]
+"""The states of the generators that were drawn from, and None for the others. It is for another process, so it has no
+tensor: each would be sent through a file of shared memory."""
 
 
 def seed_everything(key: int, device: torch.device | None = None) -> None:
@@ -50,22 +51,19 @@ def get_state() -> State:
     return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
 
 
-def to_send(state: State) -> SentState:
-    """Return a state as it is sent to another process."""
-    of_torch, *others = state
-    return of_torch.numpy(), *others
-
-
-def set_state(state: State | SentState) -> None:
-    """Restore the states of the CPU's generators."""
-    torch.default_generator.set_state(torch.as_tensor(state[0]))
+def set_state(state: State | Drawn) -> None:
+    """Restore the states of the CPU's generators, of those that have one."""
+    if state[0] is not None:
+        torch.default_generator.set_state(torch.as_tensor(state[0]))
     set_others(state)
 
 
-def set_others(state: State | SentState) -> None:
-    """Restore the states of numpy's and Python's generators."""
-    np.random.set_state(state[1])
-    random.setstate(state[2])
+def set_others(state: State | Drawn) -> None:
+    """Restore the states of numpy's and Python's generators, of those that have one."""
+    if state[1] is not None:
+        np.random.set_state(state[1])
+    if state[2] is not None:
+        random.setstate(state[2])
 
 
 def get_device_state(device: torch.device) -> torch.Tensor | None:
@@ -139,7 +137,15 @@ class RngStates:
         return True
 
 
+def drawn_between(a: State, b: State) -> Drawn | None:
+    """Return the later states of the generators that were drawn from between the two; None: no number was drawn."""
+    (_, words_a, *rest_a), (_, words_b, *rest_b) = a[1], b[1]
+    of_torch = None if torch.equal(a[0], b[0]) else b[0].numpy()
+    of_numpy = None if rest_a == rest_b and words_a.tobytes() == words_b.tobytes() else b[1]
+    of_python = None if a[2] == b[2] else b[2]
+    return None if of_torch is of_numpy is of_python is None else (of_torch, of_numpy, of_python)
+
+
 def same_state(a: State, b: State) -> bool:
     """Return whether no random number was drawn between the two."""
-    (_, words_a, *rest_a), (_, words_b, *rest_b) = a[1], b[1]
-    return torch.equal(a[0], b[0]) and rest_a == rest_b and words_a.tobytes() == words_b.tobytes() and a[2] == b[2]
+    return drawn_between(a, b) is None
