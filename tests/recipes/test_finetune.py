@@ -14,7 +14,13 @@ pytest.importorskip("peft", reason="needs pip install 'unisono[adapters]'")
 
 import transformers
 
-from tests.recipes.training import assert_same_run, resume_on_three_processes, train_on_one_process, train_recipe
+from tests.recipes.training import (
+    assert_same_run,
+    resume_on_three_processes,
+    run_recipe,
+    train_on_one_process,
+    train_recipe,
+)
 from unisono.recipes import finetune
 
 TOY = {"steps": 6, "batch": 10, "base_steps": 4, "length": 96, "valid_documents": 20, "lora.dropout": 0.1}
@@ -51,6 +57,14 @@ def test_quality_of_the_defaults(tmp_path: Path) -> None:
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     names = [name for name, p in adapted.named_parameters() if "lora_B" in name and bool(p.any())]
     assert len(names) == 14
+
+
+@pytest.mark.ci
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    done = run_recipe("finetune", tmp_path / "run", 1, sets={**TOY, "base": tmp_path / "nothing"})
+    assert done.returncode == 2, done.stdout
+    assert f"There is no model in base={tmp_path}/nothing." in done.stdout + done.stderr
+    assert "hf download NAME --local-dir" in done.stdout + done.stderr
 
 
 def documents() -> list[finetune.Document]:

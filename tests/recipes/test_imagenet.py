@@ -8,6 +8,7 @@ import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.recipes.training import (
     train_on_one_process,
     train_recipe,
 )
+from tests.unit.test_shard_writer import write as write_shards
 from unisono.config import LoaderSettings, ParallelSettings
 from unisono.environment import World
 from unisono.errors import SettingsError
@@ -41,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_pictures(tmp_path_factory.mktemp("pictures") / "data")
     for part in ("train", "val"):
         pack(folder / part, folder.parent, shards=3)
+        write_shards(folder / part, folder.parent / "shards" / part, 30_000)
     return folder
 
 
@@ -83,6 +86,7 @@ def test_weights_do_not_depend_on_processes_and_workers(tmp_path: Path, folder: 
         "folder": plain,
         "folder, workers": replace(plain, loader=LoaderSettings(workers=2)),
         "tar": in_tars(SMALL, folder),
+        "shards": replace(SMALL, data=str(folder.parent / "shards"), window=20, loader=LoaderSettings(workers=1)),
         "vit": replace(plain, epochs=1, model=Model(kind="vit", width=4, heads=2, depth=1)),
         "damaged": replace(damaged, loader=skip),
         "damaged, workers": replace(damaged, loader=replace(skip, workers=1)),
@@ -91,7 +95,7 @@ def test_weights_do_not_depend_on_processes_and_workers(tmp_path: Path, folder: 
     for name in cases:
         assert_same_results(runs, name)
     assert all(runs[0][name][2] == "exact" for name in cases)
-    assert runs[0]["folder"] == runs[0]["folder, workers"] != runs[0]["tar"]
+    assert runs[0]["folder"] == runs[0]["folder, workers"] != runs[0]["tar"] != runs[0]["shards"]
     assert runs[0]["damaged"] == runs[0]["damaged, workers"]
 
 
@@ -122,9 +126,13 @@ def test_wrong_data_ends_the_command_with_what_to_type(tmp_path: Path, folder: P
     with_damage(folder, tmp_path / "damaged")
     with_damage(folder, tmp_path / "missing")
     (tmp_path / "missing" / "train" / "nothing").mkdir()
+    copytree(folder.parent / "shards", tmp_path / "shards")
+    last = sorted((tmp_path / "shards" / "train").glob("*.tar"))[-1]
+    last.write_bytes(last.read_bytes()[:-2048])  # between the picture and the label of the last sample
     with tarfile.open(folder.parent / "train-0.tar") as tar:
-        cut = tar.getmembers()[20].offset_data + 100  # within a picture
-    (tmp_path / "train-0.tar").write_bytes((folder.parent / "train-0.tar").read_bytes()[:cut])
+        cuts = tar.getmembers()[20].offset_data + 100, tar.getmembers()[20].offset  # within a picture, and before it
+    for name, cut in zip(("train-0.tar", "train-2.tar"), cuts, strict=True):
+        (tmp_path / name).write_bytes((folder.parent / "train-0.tar").read_bytes()[:cut])
     write_tar(tmp_path / "train-1.tar", {"a.jpg": b"no picture", "a.cls": b"5"})
     valid = f"{folder.parent}/val-{{0..2}}.tar"
     cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -138,6 +146,11 @@ def test_wrong_data_ends_the_command_with_what_to_type(tmp_path: Path, folder: P
             {"data": tmp_path / "train-0.tar", "valid": valid, "classes": 3},
             ("of the shard ", "train-0.tar is damaged", "--set loader.on_error=skip"),
         ),
+        (
+            {"data": tmp_path / "train-2.tar", "valid": valid, "classes": 3},
+            ("train-2.tar is damaged", "between two members, and lacks the zeros that end a tar", "truncate -s +1024"),
+        ),
+        ({"data": tmp_path / "shards"}, (f"The shard {last} is cut short.", "in its index", "unisono shards FOLDER")),
         (
             {"data": tmp_path / "train-1.tar", "valid": valid, "classes": 3},
             ("The label 5 of the sample a is out of range.", "--set classes=6"),

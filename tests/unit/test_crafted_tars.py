@@ -148,6 +148,17 @@ def test_damage_is_named_and_what_is_before_it_is_read(tmp_path: Path, damage: s
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_a_tar_without_an_end_was_cut_off(tmp_path: Path, packed: bool) -> None:
+    path = write(tmp_path, GOOD + NEXT, packed=packed)
+    with pytest.raises(DataError, match=r"(?s)Sample 1 of the shard .* is damaged.*byte 2,048, between two members"):
+        read(path, skip=False)
+    assert read(path, skip=True) == [1]  # the second sample may lack members
+    for zeros in (bytes(BLOCK), END):
+        path.unlink()
+        assert read(write(tmp_path, GOOD + NEXT + zeros, packed=packed), skip=False) == [1, 3]
+
+
 def test_a_hundred_shards_with_random_headers(tmp_path: Path) -> None:
     """Nothing but DataError leaves a reader."""
     refused = 0

@@ -164,6 +164,8 @@ def test_annotations_are_those_of_the_scenes(folder: Path) -> None:
     [
         ({"category_id": 6}, "Its category_id is 6, and the categories are 1, 2, 3, 4, 5."),
         ({"category_id": None}, "Its category_id is None, and"),
+        ({"category_id": [1]}, r"Its category_id is \[1\], and"),
+        ({"image_id": {}}, "Its image_id is {}, and no image has this id."),
         ({"image_id": 77}, "Its image_id is 77, and no image has this id."),
         ({"bbox": [1, 2, 3]}, r"Its bbox is \[1, 2, 3\], and must be four numbers"),
         ({"bbox": [1, 2, 0, 5]}, r"Its bbox is \[1, 2, 0, 5\]: width and height must be positive"),
@@ -194,6 +196,24 @@ def test_annotations_that_cannot_be_read_are_named(folder: Path) -> None:
             read_annotations(path)
     with pytest.raises(DataError, match=r"(?s)Cannot read annotations from .*other.json.*No such file.*--set data="):
         read_annotations(folder / "other.json")
+
+
+def test_a_picture_of_another_size_is_named(folder: Path) -> None:
+    picture = read_annotations(folder / "train.json").pictures[0]
+    width, height = picture.size
+    BoxedPictures([picture], 48)[0]
+    pillow().new("RGB", (200, 100)).save(picture.path)
+    with pytest.raises(
+        DataError, match=rf"(?s)The boxes of {picture.path} are of .*200 x 100 pixels, .* {width:g} x {height:g}"
+    ):
+        BoxedPictures([picture], 48)[0]
+
+
+def test_annotations_that_are_none_are_named(folder: Path) -> None:
+    content = json.loads((folder / "train.json").read_text())
+    (folder / "train.json").write_text(json.dumps({**content, "annotations": [7]}))
+    with pytest.raises(DataError, match=r"(?s)Annotation 0 of .* is wrong.*It is '7', and must be an object"):
+        read_annotations(folder / "train.json")
 
 
 def test_crowds_are_left_out(folder: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.house.sources import ROOT
 from tests.pictures import damaged_files, jpeg, need_pillow, settle, write_pictures, write_tar
+from tests.unit.test_shard_writer import write as write_shards
 from unisono import DataError, SettingsError, Stream
 from unisono.recipes.vision import drawn_shapes, picture_index
 from unisono.recipes.vision.drawn_shapes import SHAPES, TEXTURES, class_names, draw_class, draw_scene, write_scenes
@@ -199,6 +204,27 @@ def test_a_wrong_sample_of_a_tar_is_named(members: dict[str, bytes], error: str,
         stream[0]
 
 
+def test_shards_have_the_classes_of_their_index(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "data", classes=4)
+    shutil.rmtree(folder / "val" / "circle-plain")
+    for part in ("train", "val"):
+        write_shards(folder / part, tmp_path / "shards" / part, 30_000)
+    sets = load_sets(str(tmp_path / "shards"), None, VIEWS, **MORE)
+    assert (len(sets.classes), len(sets.train), len(sets.valid)) == (4, 90, 15)  # type: ignore[arg-type]
+    assert "90 pictures in " in sets.summary
+    assert {int(label) for _, label in (sets.valid[n] for n in range(15))} == {1, 2, 3}
+    with pytest.raises(SettingsError, match=r"(?s)Shards need the setting valid.*--set valid=SHARDS"):
+        load_sets(str(tmp_path / "shards" / "train"), None, VIEWS, **MORE)
+    with pytest.raises(SettingsError, match=r"(?s)Cannot use classes=4 with the shards in .*--set classes=none"):
+        load_sets(str(tmp_path / "shards"), None, VIEWS, **{**MORE, "classes": 4})
+    parts = str(tmp_path / "shards" / "val"), str(tmp_path / "shards" / "train")
+    with pytest.raises(DataError, match=r"(?s)train has the class circle-plain, and .*val does not.*rm -r FOLDER/circ"):
+        load_sets(*parts, VIEWS, **MORE)
+    write_shards(folder / "val", tmp_path / "files", form="files")
+    with pytest.raises(DataError, match=r"(?s)files have no classes.*--form classes"):
+        load_sets(str(tmp_path / "files"), parts[0], VIEWS, **MORE)
+
+
 # -- folders
 
 
@@ -339,6 +365,37 @@ def test_files_are_the_same_with_any_number_of_workers(tmp_path: Path, monkeypat
         assert one == two
         assert len(one) == 12 + 2 * (kind == "scenes")
         assert {path.suffix for path in one} <= SUFFIXES | {".json"}
+
+
+SMALL_DISK = """
+import os, subprocess, sys
+os.makedirs(sys.argv[1])
+if subprocess.run(["mount", "-n", "-t", "tmpfs", "-o", "size=200k", "tmpfs", sys.argv[1]]).returncode:
+    sys.exit("no mount")
+from functools import partial
+from unisono import DataError
+from unisono.recipes.vision import drawn_shapes
+try:
+    drawn_shapes.cached("some", partial(drawn_shapes.write_classes, pictures=300, classes=2, valid=2))
+except DataError as error:
+    print(error)
+print(os.listdir(f"{sys.argv[1]}/unisono/drawn-shapes-1"))
+"""
+
+
+def test_a_disk_that_fills_while_pictures_are_drawn_is_named_and_freed(tmp_path: Path) -> None:
+    need_pillow()
+    words = ["unshare", "-m", sys.executable, "-c", SMALL_DISK, str(tmp_path / "disk")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "disk")}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    if "no mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip("needs root to mount a small disk")
+    error, facts, remedy, files = done.stdout.splitlines()
+    assert error == f"Cannot write drawn pictures to {tmp_path}/disk/unisono/drawn-shapes-1."
+    assert facts.startswith("  The system reports: ")
+    assert facts.endswith("MB free.")
+    assert "export XDG_CACHE_HOME=FOLDER" in remedy
+    assert files == "[]"
 
 
 def test_the_cache_never_has_a_part_of_the_pictures(tmp_path: Path) -> None:

@@ -272,15 +272,39 @@ def test_a_broken_index_is_named(tmp_path: Path, change: Any, message: str) -> N
 def test_the_index_and_the_shards_do_not_match(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(classes(tmp_path / "pictures", 6), out, shard_bytes=3000)
-    names = [entry.name for entry in read_index(out).shards]
-    (out / names[0]).unlink()
-    (out / names[1]).write_bytes((out / names[1]).read_bytes()[:700])
-    (out / f"{names[2]}.json").write_text('[["a", [["jpg", -5, 3]]]]')
+    index = read_index(out)
+    assert index.text() == (out / "index.json").read_text()
+    names, size = [entry.name for entry in index.shards], index.shards[1].bytes
     stream = Stream.indexed(out)
-    assert stream.counts is not None
-    firsts = [sum(stream.counts[:i]) for i in range(3)]
-    messages = [r"Cannot open the shard .*00000.tar\.\n  FileNotFoundError", "it has 700 bytes, and", "is broken"]
-    for first, message in zip(firsts, messages, strict=True):
-        with pytest.raises(DataError, match=message):
-            stream[first]
-    assert read_index(out).text() == (out / "index.json").read_text()
+    counts = [entry.samples for entry in index.shards]
+    for offsets in ('[["a", [["jpg", -5, 3]]]]', "[]"):
+        (out / f"{names[2]}.json").write_text(offsets)
+        with pytest.raises(DataError, match=rf"{names[2]}.json of a shard is broken"):
+            stream[sum(counts[:2])]
+    (out / names[0]).unlink()
+    (out / names[1]).write_bytes((out / names[1]).read_bytes()[:-2048])  # between two members
+    with pytest.raises(DataError) as caught:
+        Stream.indexed(out)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"Cannot open the shard {out}/{names[0]}."
+    assert lines[3] == f"The shard {out}/{names[1]} is cut short."
+    assert lines[4] == f"  It has {size - 2048:,} bytes, and {size:,} in its index."
+    assert "unisono shards FOLDER OUT" in lines[5]
+
+
+def test_a_repeated_command_writes_the_shards_that_are_missing_or_cut(tmp_path: Path) -> None:
+    folder, out = classes(tmp_path / "pictures"), tmp_path / "out"
+    count, before = len(write(folder, out).index.shards), content(out)
+    first, second, third, *_ = sorted(out.glob("*.tar"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-2048])
+    third.with_name(f"{third.name}.json").unlink()
+    assert write(folder, out).resumed == count - 3
+    assert content(out) == before
+    first.unlink()
+    assert write(folder, tmp_path / "other", skip_bad=True).resumed == 0
+    next((tmp_path / "other").glob("*.tar")).unlink()
+    assert write(folder, tmp_path / "other", skip_bad=True).resumed == 0
+    assert {name: found for name, found in content(tmp_path / "other").items() if name != "index.json"} == {
+        name: found for name, found in before.items() if name != "index.json"
+    }

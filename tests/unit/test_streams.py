@@ -156,10 +156,12 @@ def skip(stream: Stream) -> list[int]:
     [
         (15, 100, None, 4, "There is no tar header at byte"),  # at the sixth sample: the fifth may be incomplete
         (13, 512 + 2, None, 4, "unexpected end of data"),
+        (15, 0, None, 4, r"The file ends at byte"),
+        (14, 0, None, 4, r"The file ends at byte"),
         (20, 0, b"x" * 512, 6, "There is no tar header at byte"),
         (0, 0, b"x" * 512, 0, "ReadError"),
     ],
-    ids=["a header", "content", "garbage", "no tar"],
+    ids=["a header", "content", "between samples", "between members", "garbage", "no tar"],
 )
 def test_a_damaged_tar_is_named_with_its_offset(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, member: int, at: int, to: bytes | None, whole: int, problem: str

@@ -63,10 +63,14 @@ class Settings(unisono.Settings):
 def main(run: unisono.Run[Settings]) -> None:
     settings = run.settings
     base = Path(settings.base or run.dir / "base")
+    if settings.base and not (base / "config.json").is_file():
+        facts = f"The folder {base.resolve()} {'has no config.json' if base.is_dir() else 'does not exist'}."
+        raise unisono.SettingsError(f"There is no model in base={base}.", facts, f"hf download NAME --local-dir {base}")
     with run.first():
-        if not settings.base and not (base / "config.json").exists():
+        if not base.is_dir():
             run.print(f"training a base model for {settings.base_steps} steps, into {base}")
-            make_base(base, settings)
+            make_base(base.with_name("base.partial"), settings)
+            base.with_name("base.partial").rename(base)  # so that a kill leaves no part of a model there
     tokenizer = AutoTokenizer.from_pretrained(base)
     corpus = load_docstrings()
     run.print(corpus.summary())

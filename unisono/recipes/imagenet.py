@@ -3,11 +3,12 @@
     unisono run imagenet --ranks 2                                            drawn pictures of shapes
     unisono run imagenet --ranks 2 --set model.kind=vit                       a ViT in place of a ResNet-50
     unisono run imagenet --ranks 2 --set data=FOLDER                          your own: one folder per class
+    unisono run imagenet --ranks 2 --set data=SHARDS                          what `unisono shards` has written
     unisono run imagenet --set data='t-{000..127}.tar' --set valid='v-{0..9}.tar' --set classes=1000
     unisono copy imagenet mine.py                                             then edit it and: unisono run mine.py
 
-Data     a folder with one folder per class, or with such folders in train/ and val/; or tar files. By default
-         4,000 pictures of 20 kinds of shapes, which are drawn at the first start
+Data     a folder with one folder per class, or with such folders in train/ and val/; shards, also at a URL; tar files.
+         By default 4,000 pictures of 20 kinds of shapes, which are drawn at the first start
 Model    those of the papers with --set model.width=64 --set size=224 (for the ViT also heads=12, depth=12, patch=16)
 Training random crops, flips and colors in loader workers; mixup, label smoothing, an average of the weights
 Result   55.5 % top-1 and 95.1 % top-5 accuracy of that average on 800 drawn pictures, after eight epochs
@@ -46,11 +47,13 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(unisono.Settings):
-    data: str | None = None  # folder with one folder per class, or with train/ and val/; or tar files. none: drawn
+    data: str | None = None  # folder with one folder per class, or with train/ and val/; shards; tar files. none: drawn
     valid: str | None = None  # validation data, in the same form; none: val/, or a tenth of the training data
     classes: int | None = None  # number of classes in tar files, or of those to draw (2 to 100; none: 20)
     drawn: int = 4000  # number of training pictures to draw, without data
-    window: int = 10_000  # how far samples of tar files are shuffled
+    window: int = 10_000  # how far samples of shards and tar files are shuffled
+    cache: Path | None = None  # folder on a local disk that keeps shards at URLs
+    cache_limit: str = "100GB"  # size of that cache
     size: int = 32  # width and height of the pictures that the model gets
     batch: int = 64
     epochs: int | None = 8
@@ -122,6 +125,7 @@ def load(settings: Settings) -> PictureSets:
         window=settings.window,
         skip=settings.loader.on_error == "skip",
         drawn=settings.drawn,
+        cache=unisono.ShardCache(settings.cache, settings.cache_limit) if settings.cache else None,
     )
 
 

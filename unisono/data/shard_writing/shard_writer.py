@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -103,10 +103,21 @@ class Progress:
     def load(self) -> None:
         """Read the shards that an earlier command has finished; those whose size is another one are written again."""
         about = parse(self.path.read_bytes()) or {} if self.path.exists() else {}
-        for name, shard in about.get("done", {}).items():
-            with suppress(OSError):
-                if (self.path.parent / name).stat().st_size == shard["bytes"]:
-                    self.done[name] = shard
+        self.done = {name: shard for name, shard in about.get("done", {}).items() if self._is_there(name, shard)}
+
+    def load_finished(self, index: ShardIndex) -> bool:
+        """Read the shards of an index, and return whether all of them are there, with their sizes."""
+        known = {entry.name: {**asdict(entry), "skipped": []} for entry in index.shards}
+        for shard in known.values():
+            del shard["name"]
+        self.done = {name: shard for name, shard in known.items() if self._is_there(name, shard)}
+        return len(self.done) == len(known)
+
+    def _is_there(self, name: str, shard: dict[str, Any]) -> bool:
+        path = self.path.parent / name
+        with suppress(OSError):
+            return path.stat().st_size == shard["bytes"] and path.with_name(offsets_of(name)).stat().st_size > 0
+        return False
 
     def add(self, entry: ShardEntry, skipped: list[str]) -> None:
         """Record a shard that is done, and the files that were left out of it."""
@@ -186,20 +197,25 @@ def _open_folder(plan: ShardPlan, progress: Progress, force: bool) -> ShardIndex
         known = _source_of(out)
         if known == progress.digest and not force:
             if INDEX in there:
-                return parse_index((out / INDEX).read_bytes(), str(out))
-            progress.load()
+                index = parse_index((out / INDEX).read_bytes(), str(out))
+                if progress.load_finished(index):
+                    return index
+                if plan.skip_bad:  # which files were left out of which shard is not known any more
+                    progress.done = {}
+            else:
+                progress.load()
         elif there and not force:
             fact = "Its shards are of other files or other options" if known else "It has files, and no index"
             raise DataError(f"Cannot write shards into {out}.", f"{fact}.", "give a new folder, or add --force.")
         elif there and not known:
             fact = "It has files that unisono shards has not written, and --force removes only shards."
             raise DataError(f"Cannot write shards into {out}.", fact, "give a new folder.")
+        progress.save()  # before the index is removed: a command that is killed here continues, too
         for path in out.iterdir():
             name = path.name.removesuffix(".json") if path.name.startswith("shard-") else path.name
             is_ours = name in (INDEX, SKIPPED) or name.endswith(DRAFT) or name.startswith(("shard-", ".shard-"))
             if is_ours and name not in progress.done:
                 path.unlink()
-        progress.save()
     except OSError as error:
         raise _write_error(plan, error, 0, 0) from None
     return None

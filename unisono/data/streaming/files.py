@@ -25,7 +25,7 @@ from unisono.data.streaming.local_file import open_local
 from unisono.data.streaming.remote_file import is_remote, open_remote, try_again, version_of
 from unisono.data.streaming.sample_offsets import LineOffsets, TarOffsets
 from unisono.data.streaming.shard_cache import RemoteShard, ShardCache
-from unisono.errors import DataError
+from unisono.errors import DataError, Problem
 from unisono.json_forms import parse_value
 
 SCHEMES = ("s3", "s3a", "gs", "gcs", "abfs", "az", "hf", "http", "https", "file", "local", "memory")
@@ -37,6 +37,9 @@ MOST_SAMPLE = 1 << 31
 
 MOST_PREAD = 1 << 30
 """Largest size in bytes of one read at a position. Linux returns at most 2 GiB at once."""
+
+MOST_PROBLEMS = 5
+"""Shards that an error names, if more of them do not fit their index."""
 
 INDEX_VERSION = 2
 """Version of the cached indexes; part of their file names."""
@@ -127,6 +130,7 @@ class ShardFile:
         size: in bytes, as its index says; None: unknown.
         sha256: as its index says; "": unknown.
         offsets: URL of a file that says where its samples begin; "": there is none.
+        samples: their number, as its index says; None: unknown.
     """
 
     url: str
@@ -134,6 +138,7 @@ class ShardFile:
     size: int | None = None
     sha256: str = ""
     offsets: str = ""
+    samples: int | None = None
 
     def open(self) -> IO[bytes]:
         """Open the file for reading, from the cache if there is one, and decompress it while it is read.
@@ -147,21 +152,42 @@ class ShardFile:
         opened: IO[bytes] = compr[kind](file, mode="rb") if kind else file
         return opened
 
-    def _open_local(self) -> IO[bytes]:
-        path = fsspec.core.url_to_fs(self.url)[1]
+    def check(self) -> None:
+        """Compare the size of a local file with its index. Reads nothing; a file at a URL is compared when it is read.
+
+        Raises:
+            DataError: there is no such file, or it has another size.
+        """
+        if not is_remote(self.url):
+            self._local_path()
+
+    def _local_path(self) -> str:
+        path: str = fsspec.core.url_to_fs(self.url)[1]
         try:
-            size = os.stat(path)
-            if not stat.S_ISREG(size.st_mode):
+            found = os.stat(path)
+            if not stat.S_ISREG(found.st_mode):
                 raise ValueError("it is no regular file")  # a FIFO would wait, and a device has no end
-            if self.size is not None and size.st_size != self.size:
-                raise ValueError(f"it has {size.st_size:,} bytes, and {self.size:,} in its index")
-            return open_local(path)
         except (OSError, ValueError) as error:
+            raise self._cannot_open(error) from None
+        if self.size is not None and found.st_size != self.size:
+            cut = found.st_size < self.size
             raise DataError(
-                f"Cannot open the shard {self.url}.",
-                f"{type(error).__name__}: {error}",
-                "check the path and its permissions.",
-            ) from None
+                f"The shard {self.url} is cut short." if cut else f"The shard {self.url} is another one.",
+                f"It has {found.st_size:,} bytes, and {self.size:,} in its index.",
+                "copy it again; or repeat the command that wrote it, unisono shards FOLDER OUT: it writes this shard.",
+            )
+        return path
+
+    def _open_local(self) -> IO[bytes]:
+        path = self._local_path()
+        try:
+            return open_local(path)
+        except OSError as error:
+            raise self._cannot_open(error) from None
+
+    def _cannot_open(self, error: Exception) -> DataError:
+        facts = f"{type(error).__name__}: {error}"
+        return DataError(f"Cannot open the shard {self.url}.", facts, "check the path and its permissions.")
 
     def _open_remote(self) -> IO[bytes]:
         if self.cache is not None:
@@ -186,13 +212,32 @@ class ShardFile:
         with ShardFile(self.offsets, self.cache).open() as file:
             text = file.read()
         try:
-            return kind.from_json(parse_value(text))
+            found = kind.from_json(parse_value(text))
+            if self.samples is not None and len(found) != self.samples:
+                raise ValueError(f"it has {len(found):,} samples, and {self.samples:,} in index.json")
         except ValueError as error:
             raise DataError(
                 f"The index {self.offsets} of a shard is broken.",
                 f"{error}",
                 "write the shards again: unisono shards FOLDER OUT --force",
             ) from None
+        return found
+
+
+def check_all(files: Sequence[ShardFile]) -> None:
+    """Compare the sizes of local files with their index.
+
+    Raises:
+        DataError: some are missing or have another size: the message names up to MOST_PROBLEMS of them.
+    """
+    problems = list[Problem]()
+    for file in files:
+        try:
+            file.check()
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError.of(problems[:MOST_PROBLEMS])
 
 
 def read_at(file: IO[bytes], begin: int, size: int) -> bytes:
@@ -217,11 +262,14 @@ def cached_index(url: str, scan: Callable[[], Offsets], kind: type[Offsets]) -> 
             return kind.from_json(json.loads(path.read_bytes()))
     index = scan()
     if path is not None:
-        with suppress(OSError):
+        draft = path.with_suffix(f".{os.getpid()}")
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(index.as_json()), encoding="utf-8")
             draft.replace(path)
+        except OSError:  # a full disk, say
+            with suppress(OSError):
+                draft.unlink()
     return index
 
 

@@ -57,7 +57,7 @@ class ShardIndex:
         """Return the files of the shards."""
         urls = [f"{self.folder}/{entry.name}" for entry in self.shards]
         return [
-            ShardFile(url, cache, entry.bytes, entry.sha256, offsets_of(url))
+            ShardFile(url, cache, entry.bytes, entry.sha256, offsets_of(url), entry.samples)
             for url, entry in zip(urls, self.shards, strict=True)
         ]
 

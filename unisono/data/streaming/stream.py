@@ -30,7 +30,7 @@ from torch.utils.data import IterableDataset
 
 from unisono.config.wording import plural
 from unisono.data.prepared import OnError, PreparedDataset, not_counting
-from unisono.data.streaming.files import DamagedSample, ShardFile, Urls, expand
+from unisono.data.streaming.files import DamagedSample, ShardFile, Urls, check_all, expand
 from unisono.data.streaming.shard_cache import ShardCache
 from unisono.data.streaming.shard_index import read_index
 from unisono.errors import DataError
@@ -145,13 +145,14 @@ class Stream(PreparedDataset):
             more: window and map: see Stream.
 
         Raises:
-            DataError: there is no index, or it is broken.
+            DataError: there is no index, it is broken, or a local shard is missing or has another size.
         """
         from unisono.data.streaming.jsonl import JsonLines
         from unisono.data.streaming.tar import TarShards
 
         index = read_index(url)
         files = index.files(cache)
+        check_all(files)
         shards: Shards = TarShards(files) if index.kind == "tar" else JsonLines(files)
         stream = cls(shards, counts=[entry.samples for entry in index.shards], **more)
         stream.classes = index.classes

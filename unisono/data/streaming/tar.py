@@ -37,6 +37,12 @@ MOST_EXTENSION = 1 << 20
 GAP = 4096
 """Bytes between two members that are read along with them: headers and padding."""
 
+NO_END = (
+    "The file ends at byte {:,}, between two members, and lacks the zeros that end a tar. So it was cut off, or its "
+    "writer did not finish it. If it has all members: truncate -s +1024 FILE."
+)
+"""The problem of a tar without the two blocks of zeros that POSIX requires at the end."""
+
 Raw = tuple[str, dict[str, bytes]]
 """The key of a sample, and the contents of its members by extension."""
 
@@ -184,7 +190,9 @@ class _Members:
                         yield member.name, (member.offset_data, member.size)
                 self.file.seek(tar.offset)
                 header = self.file.read(tarfile.BLOCKSIZE)
-                if header.strip(b"\0"):
+                if not header:
+                    self.problem = NO_END.format(tar.offset)
+                elif header.strip(b"\0"):
                     self.problem = f"There is no tar header at byte {tar.offset:,}."
         except DataError:  # the source is away
             raise

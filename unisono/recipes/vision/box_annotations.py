@@ -49,6 +49,8 @@ class BoxedPicture:
     """left, top, right and bottom of each object, in pixels"""
     labels: list[int] = field(default_factory=list)
     """indices of the classes"""
+    size: tuple[float, float] = (math.inf, math.inf)
+    """width and height in pixels; infinite: not stated"""
 
 
 class Annotations(NamedTuple):
@@ -73,8 +75,14 @@ def read_annotations(path: Path) -> Annotations:
     try:
         content = json.loads(path.read_bytes())
         categories = sorted((int(each["id"]), str(each["name"])) for each in content["categories"])
-        found = {each["id"]: BoxedPicture(path.with_suffix("") / each["file_name"]) for each in content["images"]}
-        sizes = {each["id"]: (each.get("width", math.inf), each.get("height", math.inf)) for each in content["images"]}
+        sizes = {
+            each["id"]: (float(each.get("width", math.inf)), float(each.get("height", math.inf)))
+            for each in content["images"]
+        }
+        found = {
+            each["id"]: BoxedPicture(path.with_suffix("") / each["file_name"], size=sizes[each["id"]])
+            for each in content["images"]
+        }
         annotations = list(content["annotations"])
     except OSError as error:
         do = "--set data=FOLDER, which has train.json, val.json, and pictures in train/ and val/."
@@ -85,10 +93,10 @@ def read_annotations(path: Path) -> Annotations:
         raise DataError(f"Cannot use {path}.", fact, "It needs images, annotations and categories.") from None
     labels, errors, crowds = {number: label for label, (number, _) in enumerate(categories)}, list[DataError](), 0
     for place, each in enumerate(annotations):
-        if each.get("iscrowd"):
-            crowds += 1
-        elif problem := _problem(each, labels, sizes):
+        if problem := _problem(each, labels, sizes):
             errors.append(DataError(f"Annotation {place} of {path} is wrong.", problem, "correct it, or remove it."))
+        elif each.get("iscrowd"):
+            crowds += 1
         else:
             left, top, width, height = each["bbox"]
             found[each["image_id"]].boxes.append([left, top, left + width, top + height])
@@ -101,13 +109,17 @@ def read_annotations(path: Path) -> Annotations:
     return Annotations([found[number] for number in sorted(found)], tuple(name for _, name in categories), crowds)
 
 
-def _problem(annotation: Mapping[str, Any], labels: Mapping[int, int], sizes: Mapping[Any, tuple[float, float]]) -> str:
+def _problem(annotation: Any, labels: Mapping[int, int], sizes: Mapping[Any, tuple[float, float]]) -> str:
     """Return what is wrong with an annotation, as a sentence, or an empty text."""
+    if not isinstance(annotation, dict):
+        return f"It is {str(annotation)[:40]!r}, and must be an object."
     kind, image = annotation.get("category_id"), annotation.get("image_id")
     box = annotation.get("bbox")
-    if kind not in labels:
+    if annotation.get("iscrowd"):
+        return ""
+    if not isinstance(kind, int) or kind not in labels:
         return f"Its category_id is {kind!r}, and the categories are {', '.join(map(str, labels))}."
-    if image not in sizes:
+    if not isinstance(image, (int, str)) or image not in sizes:
         return f"Its image_id is {image!r}, and no image has this id."
     if not isinstance(box, list) or len(box) != 4 or not all(isinstance(v, (int, float)) for v in box):
         return f"Its bbox is {box!r}, and must be four numbers: x, y, width and height."
@@ -115,7 +127,7 @@ def _problem(annotation: Mapping[str, Any], labels: Mapping[int, int], sizes: Ma
     if not (box[2] > 0 and box[3] > 0 and box[0] > -1 and box[1] > -1):
         return f"Its bbox is {box}: width and height must be positive, and x and y not negative."
     if not (box[0] + box[2] < width + 1 and box[1] + box[3] < height + 1):
-        return f"Its bbox is {box}, and its picture ends at {width} x {height}."
+        return f"Its bbox is {box}, and its picture ends at {width:g} x {height:g}."
     return ""
 
 
@@ -150,6 +162,10 @@ class BoxedPictures(Dataset[Sample]):
         picture = self.pictures[number]
 
         def view(opened: Opened) -> Sample:
+            if math.isfinite(picture.size[0] + picture.size[1]) and opened.size != picture.size:
+                width, height = picture.size
+                facts = f"It has {opened.width} x {opened.height} pixels, and {width:g} x {height:g} in its annotation."
+                raise DataError(f"The boxes of {picture.path} are of another picture.", facts, "copy the file again.")
             pixels, boxes = to_square(opened, picture.boxes, self.size, self.jitter)
             return pixels, boxes, torch.tensor(picture.labels, dtype=torch.int64)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono import cache_folder
+from unisono import DataError, cache_folder
 from unisono.recipes.vision.picture_files import pillow
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -232,18 +233,34 @@ def cached(name: str, write: Callable[[Path], None]) -> Path:
     """Return a folder of the cache. If it does not exist, `write` fills a new folder first, which then gets the name.
 
     A process that is killed leaves no incomplete folder under this name.
+
+    Raises:
+        DataError: The disk is full, or the cache cannot be written to.
     """
     folder = cache_folder() / f"drawn-shapes-{VERSION}" / name
     if not folder.is_dir():
         partial_folder = folder.with_name(f"{name}.{os.getpid()}")
         shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
-        write(partial_folder)
+        try:
+            partial_folder.mkdir(parents=True)
+            write(partial_folder)
+        except OSError as error:
+            reason = _reason(error, folder)
+            shutil.rmtree(partial_folder, ignore_errors=True)  # it may have filled the disk
+            do = "make room there, or choose another disk for the cache: export XDG_CACHE_HOME=FOLDER"
+            raise DataError(f"Cannot write drawn pictures to {folder.parent}.", reason, do) from None
         try:
             partial_folder.rename(folder)
         except OSError:  # another run was faster
             shutil.rmtree(partial_folder)
     return folder
+
+
+def _reason(error: OSError, folder: Path) -> str:
+    """Return the reason of an error as a sentence, with the space on the disk. Pillow's own errors have no number."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return f"The system reports: {error.strerror or error}. The disk has {free / 1e6:,.1f} MB free."
 
 
 def _main() -> None:
@@ -259,10 +276,16 @@ def _main() -> None:
     if request.folder.exists() and any(request.folder.iterdir()):
         parser.error(f"{request.folder} is not empty: name a new folder")
     more = {"valid": request.valid, "seed": request.seed, "workers": request.workers}
-    if request.scenes:
-        write_scenes(request.folder, request.pictures, **more)
-    else:
-        write_classes(request.folder, request.pictures, request.classes, **more)
+    try:
+        if request.scenes:
+            write_scenes(request.folder, request.pictures, **more)
+        else:
+            write_classes(request.folder, request.pictures, request.classes, **more)
+    except OSError as error:
+        do = f"rm -r {shlex.quote(str(request.folder))}, and name a folder on a disk with more room."
+        raise SystemExit(
+            str(DataError(f"Cannot write pictures to {request.folder}.", _reason(error, request.folder), do))
+        ) from None
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _reason(source: Path | bytes, error: Exception) -> tuple[str, str]:
     if isinstance(error, PermissionError):
         return "This user has no permission to read it.", f"chmod a+r {path}"
     if isinstance(error, FileNotFoundError):
-        return "The file is gone, or is a link to nothing.", f"rm -f {path}"
+        return "The file is gone, or is a link to nothing.", f"copy it again, or: rm -f {path}"
     if isinstance(error, pillow().UnidentifiedImageError):
         content = source if isinstance(source, bytes) else source.read_bytes()
         begins = f"begins with {content[:8]!r}" if content else "is empty"
@@ -151,10 +151,12 @@ class TarPicture:
     Attributes:
         use: Decodes an open picture.
         classes: The number of classes: labels are from 0 to classes - 1.
+        indexed: Whether the number is from an index, and no setting.
     """
 
     use: Callable[[Opened], Tensor]
     classes: int
+    indexed: bool = False
 
     def __call__(self, sample: Mapping[str, Any]) -> tuple[Tensor, int]:
         """Return the picture and the label of a sample.
@@ -170,9 +172,10 @@ class TarPicture:
             raise DataError(f"The sample {name} has no {lacks}.", f"It has {has}.", f"write the tar again, or {SKIP}")
         label = sample["cls"]
         if not 0 <= label < self.classes:
+            do = f"--set classes={label + 1}" if label >= 0 else "write the tar again"
             raise DataError(
                 f"The label {label} of the sample {name} is out of range.",
                 f"There are {self.classes} classes: labels are from 0 to {self.classes - 1}.",
-                f"--set classes={label + 1}, or {SKIP}" if label >= 0 else f"write the tar again, or {SKIP}",
+                f"{'unisono shards FOLDER OUT --force' if self.indexed else do}, or {SKIP}",
             )
         return read_picture(sample[suffix], f"{name}.{suffix}", self.use, SKIP), label

@@ -80,8 +80,7 @@ def index_pictures(folder: Path) -> PictureIndex:
     began = time.time()
     index = _scan(folder)
     if began - newest > SETTLED_SECONDS:
-        with suppress(OSError):  # without a cache, the next run scans again
-            _save(path, index, stamp)
+        _save(path, index, stamp)
     return index
 
 
@@ -187,16 +186,21 @@ def _load(path: Path, stamp: bytes) -> PictureIndex | None:
 
 
 def _save(path: Path, index: PictureIndex, stamp: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the index to the cache. If that fails, on a full disk, say, the next run scans again."""
     partial = path.with_suffix(f".{os.getpid()}.npz")
-    np.savez(
-        partial,
-        stamp=np.frombuffer(stamp, np.uint8),
-        classes=np.frombuffer(json.dumps(index.classes).encode(), np.uint8),
-        names=index.names,
-        ends=index.ends,
-        labels=index.labels,
-        held=index.held,
-        ignored=np.int64(index.ignored),
-    )
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(
+            partial,
+            stamp=np.frombuffer(stamp, np.uint8),
+            classes=np.frombuffer(json.dumps(index.classes).encode(), np.uint8),
+            names=index.names,
+            ends=index.ends,
+            labels=index.labels,
+            held=index.held,
+            ignored=np.int64(index.ignored),
+        )
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
