@@ -7,8 +7,8 @@
 Each run trains for a while on another number of processes and loader workers. While it runs, the memory of each process
 is read twice a second: resident (RSS), and the part that it shares with no other (USS). A run that kept what it reads
 would grow by the size of the pictures. The first run scans the folder, the others find its index in the cache. The
-last run is killed (kill -9 of all processes) after its first checkpoint, and resumed on another number of processes. The
-exit status is 1 if a fingerprint differs.
+last run is killed (kill -9 of all processes) after its first checkpoint, and resumed on another number of processes.
+The exit status is 1 if a fingerprint differs.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def main() -> int:
                 flush=True,
             )
         if not request.all:
-            fingerprints.add(found := fingerprint_after_kill(data, steps, Path(name)))
-            print(f"3 processes, kill -9 of all, resumed on 2: {found[:12]}")
+            fingerprints.add(killed := fingerprint_after_kill(data, steps, Path(name)))
+            print(f"3 processes, kill -9 of all, resumed on 2: {killed[:12]}")
     return int(len(fingerprints) > 1)
 
 

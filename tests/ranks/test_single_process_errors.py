@@ -17,6 +17,7 @@ from torch.utils.data import get_worker_info
 from tests.ranks.loops import SETTINGS, Loop, Numbers, attempt, linear, sgd, train, whole
 from unisono.config import LoaderSettings
 from unisono.environment import World
+from unisono.errors import DataError
 from unisono.testing import finish_run, run_ranks
 from unisono.train.run import Run
 from unisono.train.step import Step
@@ -38,6 +39,8 @@ class Fails(Numbers):
                 os._exit(3) if self.how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "ends":
                 raise IndexError("list index out of range")
+            if self.how == "is damaged":
+                raise DataError("Number 9 is damaged.", "It is 9.", "remove it.")
             raise ValueError("number 9 is not readable")
         return super().__getitem__(i)
 
@@ -56,6 +59,11 @@ NOTE = r"while fetching the samples 9 of step 2, virtual rank 3\n$"
     [
         ("raises", 0, rf"ValueError: number 9 is not readable\n{NOTE}"),
         ("raises", 1, rf"ValueError: Caught ValueError in .* not readable\n\n?{NOTE}"),
+        (
+            "is damaged",
+            1,
+            rf"^unisono.errors.DataError: Number 9 is damaged\.\n  It is 9\.\n  Next: remove it\.\n{NOTE}",
+        ),
         ("ends", 0, rf"IndexError: list index out of range\n{NOTE}"),
         ("exits", 1, rf"DataError: A loader worker died 4 times in a row.*{PLACE} on\..*loader\.workers=0"),
         ("is killed", 1, rf"DataError: A loader worker died 4 times in a row.*{PLACE} on\..*loader\.workers=0"),

@@ -186,7 +186,7 @@ def test_two_processes_print_metrics_and_match_one(tmp_path: Path, folder: Path)
 @pytest.mark.parametrize(("kind", "least"), [("resnet50", 0.5), ("vit", 0.15)])
 def test_accuracy_of_the_defaults(tmp_path: Path, kind: str, least: float) -> None:
     need_pillow()
-    result, _ = train_recipe("imagenet", tmp_path / "run", 2, sets={"model.kind": kind})
+    result, _ = train_recipe("imagenet", tmp_path / "run", 2, sets={"model.kind": kind}, timeout=560)
     assert result["top1"] >= least
     assert result["top5"] > result["top1"]
 

@@ -20,20 +20,20 @@ from unisono.recipes.datasets import espeak
 
 
 def run_recipe(
-    recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any]
+    recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any], timeout: float = 280
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
+    """Run the command to its end, for at most `timeout` seconds."""
     command = [sys.executable, "-m", "unisono.cli.main", "run", recipe]
     command += ["--ranks", str(ranks), "--run-dir", str(folder)]
     command += [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
-    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
 def train_recipe(
-    recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any]
+    recipe: str, folder: Path, ranks: int, *words: str, sets: Mapping[str, Any], timeout: float = 280
 ) -> tuple[dict[str, Any], str]:
     """Return the contents of result.json and the output."""
-    process = run_recipe(recipe, folder, ranks, *words, sets=sets)
+    process = run_recipe(recipe, folder, ranks, *words, sets=sets, timeout=timeout)
     assert process.returncode == 0, f"{process.stdout}\n{process.stderr}"
     return json.loads((folder / "result.json").read_text(encoding="utf-8")), process.stdout
 

@@ -38,7 +38,7 @@ from unisono.data.rng import (
     set_state,
 )
 from unisono.distributed.process_group import ProcessGroup
-from unisono.errors import DataError
+from unisono.errors import DataError, UnisonoError
 from unisono.plan.assignment import Slot, micro_batches_of
 from unisono.plan.batch_order import BatchOrder, MicroBatchId
 from unisono.plan.rng_keys import ROUND, micro_batch_key, mix
@@ -60,6 +60,12 @@ class FetchTask(NamedTuple):
         """The key of its random numbers."""
         step, virtual_rank, number, _ = self.place
         return micro_batch_key(self.run_key, step, virtual_rank, number)
+
+
+class RaisedInWorker(NamedTuple):
+    """An error of this library in a loader worker, which is raised by the process that waits for the micro-batch."""
+
+    error: UnisonoError
 
 
 class Schedule:
@@ -108,7 +114,10 @@ class MicroBatchDataset(Dataset[Any]):
         keep_memory_format()
         seed_everything(task.key)
         before = get_state()
-        batch = self.fetch(task)
+        try:
+            batch = self.fetch(task)
+        except UnisonoError as error:  # torch would raise it with the worker's traceback in place of its first line
+            return RaisedInWorker(error), None
         return batch, drawn_between(before, get_state())
 
     def fetch(self, task: FetchTask) -> Any:
@@ -215,6 +224,8 @@ class Loader:
     def _from_workers(self, fetched: Iterator[Fetched]) -> Iterator[Any]:
         """Yield the batches; set this process's generators to the states in which the worker left its own."""
         for batch, state in fetched:
+            if isinstance(batch, RaisedInWorker):
+                raise batch.error
             if self.fetcher.keyed:
                 seed_everything(self._pending[0].key, None if self.device.type == "cpu" else self.device)
                 restore = set_state

@@ -5,8 +5,8 @@
     unisono copy detection mine.py                               then edit it and: unisono run mine.py
 
 Data     2,000 pictures of 0 to 5 shapes, which are drawn at the first start; or COCO's files
-Model    0.1 million parameters: two grids of cells, each of which predicts a class and the distances to four edges
-Result   mAP@0.5 of 48.1 % on 400 drawn pictures after six epochs: the mean over classes of the
+Model    0.2 million parameters: two grids of cells, each of which predicts a class and the distances to four edges
+Result   mAP@0.5 of 95.8 % on 400 drawn pictures after twelve epochs: the mean over classes of the
          average precision at an intersection over union of 0.5
 """
 
@@ -42,13 +42,13 @@ class Settings(unisono.Settings):
     drawn: int = 2000  # number of training pictures to draw, without data
     size: int = 96  # width and height of the square that each picture is scaled into; a multiple of 16
     batch: int = 32
-    epochs: int | None = 6
+    epochs: int | None = 12
     lr: float = 4e-3  # peak learning rate of the one-cycle schedule
     weight_decay: float = 0.01  # weight decay of AdamW
     clip: float | None = 5.0
     jitter: float = 0.3  # largest relative change of brightness, contrast and saturation
     most: int = 20  # most detections in a picture
-    width: int = 12  # channels of the first stage; the last one has four times as many
+    width: int = 16  # channels of the first stage; the last one has four times as many
 
     def __post_init__(self) -> None:
         """Refuse sizes and parallelism that the model does not support."""

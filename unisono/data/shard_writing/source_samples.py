@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ def _classes(folder: Path) -> Source:
             raise DataError(
                 f"The class {name} has no files.",
                 f"{folder / name} is one of {plural(len(classes), 'folder')} of classes, and is empty.",
-                "remove the folder, or fill it. Labels are numbers in the order of the names.",
+                f"rmdir {shlex.quote(str(folder / name))}, or fill it. Labels are numbers in the order of the names.",
             )
         stems = Counter(path.rpartition(".")[0] for path, _, _ in found)
         for below, path, size in found:
