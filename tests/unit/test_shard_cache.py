@@ -308,7 +308,8 @@ def test_a_disk_that_fills_while_shards_are_cached(tmp_path: Path, kind: str) ->
     reason = os.strerror(errno.ENOSPC if kind == "tmpfs" else errno.EFBIG)
     (warning,) = [line for line in done.stderr.splitlines() if "Cannot cache" in line]
     assert re.search(
-        rf"Cannot cache s3://bucket/d.tar in .*: {reason} \(.* free\)\. It is read from its source", warning
+        rf"Cannot cache s3://bucket/d.tar in .*: {reason} \(.* free\)\. It is read from its source\. Make room",
+        warning,
     )
     assert ".partial" not in done.stdout
 

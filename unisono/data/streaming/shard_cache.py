@@ -113,18 +113,18 @@ class ShardCache:
         try:
             return self._open(shard, source)
         except OSError as error:
+            free, do = "", "Make room there, or cache in another folder."
             with suppress(OSError):
-                self._warn(f"{error.strerror} ({in_words(shutil.disk_usage(self.folder).free)} free)", shard.url)
-                return None
-            self._warn(f"{error.strerror}", shard.url)
+                free = f" ({in_words(shutil.disk_usage(self.folder).free)} free)"
+            self._warn(f"{error.strerror}{free}", do, shard.url)
             return None
 
-    def _warn(self, why: str, url: str) -> None:
-        """Warn that a shard is not cached: the 1st, 2nd, 4th, 8th time in this process."""
+    def _warn(self, why: str, do: str, url: str) -> None:
+        """Warn that a shard is not cached, and say what to do: the 1st, 2nd, 4th, 8th time in this process."""
         times = _not_cached[str(self.folder)] = _not_cached.get(str(self.folder), 0) + 1
         if times & (times - 1) == 0:
             count = f" ({times} times in this process)" if times > 1 else ""
-            _log.warning("Cannot cache %s in %s: %s. It is read from its source%s.", url, self.folder, why, count)
+            _log.warning("Cannot cache %s in %s: %s. It is read from its source%s. %s", url, self.folder, why, count, do)
 
     def _open(self, shard: RemoteShard, source: Callable[[], IO[bytes]]) -> IO[bytes] | None:
         key = hashlib.sha256(repr((shard.url, shard.size, shard.version, shard.sha256)).encode()).hexdigest()[:32]
@@ -143,7 +143,8 @@ class ShardCache:
         try:
             done = self._fill(download, shard, source)
             if done is None:
-                self._warn(f"its limit is {in_words(self.limit_bytes)}, and all shards in it are in use", shard.url)
+                why = f"its limit is {in_words(self.limit_bytes)}, and all shards in it are in use"
+                self._warn(why, "Raise the limit, or use fewer processes and workers.", shard.url)
                 partial.unlink()
                 download.close()
                 return None
