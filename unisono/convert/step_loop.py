@@ -43,6 +43,11 @@ RESUME = (
     "(docs/guide/resume.md#what-a-resume-restores)."
 )
 
+RESTARTED = (
+    "a resume in the middle of an epoch begins {names} anew. To keep such a value, put it in a dict, and pass the "
+    "dict to run.track (docs/guide/resume.md#what-a-resume-restores)."
+)
+
 
 @dataclass
 class StepLoop:
@@ -106,7 +111,8 @@ class StepLoop:
             head.append(statement(f"{index} = {_plus(place, loop.first)}"))
         if starts and loop.epochs is not None:
             first = with_body(statement(f"if {place} == 0:\n    pass"), [_first(starts[0]), *starts[1:]])
-            head.append(first)
+            sums = set().union(*map(assigned_names, resets)) & {name for each in ends for name in names(each)}
+            head.append(noted(first, RESTARTED.format(names=", ".join(sorted(sums)))) if sums else first)
         inner = with_body(statement(f"for {_bare(loop.target)} in step:\n    pass"), self._inner())
         clip = [f"clip={body.clip}"] if body.clip else []
         update = statement(f"step.update({', '.join([*body.steppers, *clip])})")
