@@ -20,16 +20,14 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/start/install.md", "pip install"): REGISTRY,
     ("docs/start/install.md", "make run"): "it makes the environment in which this test runs",
     ("docs/start/install.md", ". .venv"): "it enters the environment in which this test runs",
-    ("docs/guide/adapters.md", "unisono export"): ELSEWHERE.format("tests/cli/test_adapters.py, on an adapter"),
     ("docs/guide/bench.md", "torchrun"): PLACEHOLDER,
     ("docs/guide/bench.md", "unisono bench --hosts"): ELSEWHERE.format("the page on slow networks, on two hosts"),
     ("docs/guide/checkpoints.md", "unisono run train.py --ranks 4 --set checkpoint.every=500 --set checkpoint.dir"): (
         "it needs a bucket: tests/unit/test_storage.py has one"
     ),
     ("docs/guide/convert.md", "pip install"): REGISTRY,
-    ("docs/guide/distillation.md", "unisono predict"): PLACEHOLDER,
     ("docs/guide/export.md", "unisono export runs/mine folder"): (
-        ELSEWHERE.format("tests/cli/test_export_transformers.py, on a model of transformers")
+        ELSEWHERE.format("the page on adapters, on a model of transformers")
     ),
     ("docs/guide/export.md", "unisono export runs/mine model.onnx"): (
         ELSEWHERE.format("tests/cli/test_export_program.py, where the packages for it are installed")
@@ -66,21 +64,16 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/guide/monitoring/watch.md", "unisono watch"): STAYS,
     ("docs/guide/monitoring/watch.md", "unisono run train.py --ranks 4 --watch"): STAYS,
     (
-        "docs/guide/plan.md",
-        "unisono plan",
-    ): "it starts eight processes: the page on large models plans for two",
-    ("docs/guide/population.md", ""): f"{LONG}: tests/cli/test_population.py types it with smaller numbers",
-    ("docs/guide/prediction.md", ""): ELSEWHERE.format("tests/cli/test_predict.py, with inputs of the test"),
+        "docs/guide/pictures.md",
+        "python -m unisono.recipes.vision.drawn_shapes",
+    ): "it draws many pictures: the walk types it before the others, for a few",
     ("docs/guide/quantization.md", "pip install"): REGISTRY,
     ("docs/guide/speed.md", ""): f"{LONG}, to compile: tests/cli/test_speedup.py types it",
     ("docs/guide/speed-up.md", "unisono scale train.py --ranks 1,2,4,8"): f"{LONG}: tests/cli/test_scale.py types it",
-    ("docs/guide/situations/several-gpus.md", "unisono scale"): f"{LONG}: tests/cli/test_scale.py types it",
-    ("docs/guide/situations/too-large.md", "unisono plan"): f"{LONG}: tests/cli/test_plan.py types it",
     ("docs/guide/trackers.md", "tensorboard"): STAYS,
     ("docs/guide/trackers.md", "MLFLOW"): "it needs a server: tests/cli/test_tracker_libraries.py has one",
     ("docs/guide/trackers.md", "wandb sync"): "it needs an account",
     ("docs/guide/trackers.md", "TRACKIO"): STAYS,
-    ("docs/guide/tune.md", ""): "it makes 50 runs: tests/cli/test_tune.py types it with smaller numbers",
     ("docs/guide/uneven.md", "unisono run text --ranks 2 --cpu-ranks"): (
         "it needs an accelerator: tests/cli/test_cpu_ranks.py has a simulated one"
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.guides.page_commands import files
-from tests.guides.page_scripts import REFUSED_BY_CONVERT, STATEFUL, TRAIN
+from tests.guides.page_scripts import REFUSED_BY_CONVERT, STATEFUL, TRAIN, WITH_DROPOUT
 
 SITUATIONS = "docs/guide/situations"
 TEXT = (
@@ -15,20 +15,73 @@ TEXT = (
 RECIPES: Mapping[str, str] = {
     "run text": TEXT,
     "run distill": f"{TEXT} --set heads=2",
-    "run supernet": "--set steps=2 --set batch=16",
+    "run supernet": (
+        "--set source=digits --set epochs=none --set steps=2 --set batch=16 --set train_images=64 --set width=8"
+        " --set population=4 --set generations=1"
+    ),
+    "run finetune": (
+        "--set steps=2 --set batch=8 --set base_steps=2 --set length=64 --set valid_documents=8 --set lora.rank=2"
+    ),
+    "run imagenet": (
+        "--set epochs=none --set steps=2 --set batch=16 --set drawn=40 --set size=16 --set model.width=2"
+        " --set model.heads=2 --set model.depth=1"
+    ),
+    "run detection": "--set epochs=none --set steps=2 --set batch=8 --set drawn=20 --set size=48 --set width=4",
 }
 """Flags that make recipes small, by command. What the page sets comes later, and wins."""
-SIZES: Mapping[str, Mapping[str, str]] = {"docs/start/first-run.md": {}}
-"""The same for pages with sizes of their own."""
+INSTEAD: Mapping[tuple[str, str], str] = {
+    ("docs/guide/distillation.md", "unisono run text --ranks 2 --set steps=400 --run-dir runs/teacher"): (
+        "unisono run text --ranks 2 --set steps=4 --run-dir runs/teacher"
+    ),
+    ("docs/guide/plan.md", "unisono plan train.py --ranks 8"): "unisono plan train.py --ranks 2 --steps 3",
+    ("docs/guide/plan.md", "unisono plan train.py --ranks 8 --memory 24GB"): (
+        "unisono plan train.py --ranks 1 --steps 3 --memory 24GB"
+    ),
+    ("docs/guide/plan.md", "unisono plan train.py --devices this,h200:8 --price h200=3.5,this=0.2"): (
+        "unisono plan train.py --steps 3 --devices this,h200:8 --price h200=3.5,this=0.2"
+    ),
+    (
+        "docs/guide/population.md",
+        "unisono tune train.py --population 8 --interval 500 --search 'lr=log(1e-4,1e-1)' --search 'drop=linear(0,0.5)'"
+        " --minimize error --ranks 4",
+    ): (
+        "unisono tune train.py --population 2 --interval 2 --search 'lr=log(1e-4,1e-1)' --search 'drop=linear(0,0.5)'"
+        " --minimize error --ranks 2 --set steps=4"
+    ),
+    ("docs/guide/prediction.md", "unisono predict runs/mine inputs.safetensors outputs.safetensors"): (
+        "unisono predict runs/plain inputs.safetensors outputs.safetensors"
+    ),
+    ("docs/guide/speed-up.md", "unisono scale train.py"): "unisono scale train.py --steps 4 --rounds 1",
+    ("docs/guide/speed-up.md", "unisono scale train.py --ranks 1,2,4 --only weak --steps 30 --rounds 5"): (
+        "unisono scale train.py --ranks 1,2,4 --only weak --steps 30 --rounds 1"
+    ),
+    (f"{SITUATIONS}/several-gpus.md", "unisono scale train.py --ranks 1,2,4"): (
+        "unisono scale train.py --ranks 1,2 --steps 4 --rounds 1"
+    ),
+    (
+        "docs/guide/tune.md",
+        "unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 50 --ranks 4",
+    ): (
+        "unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 2 --ranks 2"
+        " --set steps=2"
+    ),
+}
+"""What is typed in place of a command: the same with smaller numbers, or with another run."""
+
+SLOW: Mapping[str, str] = {}
+"""Pages that `make slow` follows in place of CI, each with the reason."""
 
 HOSTS = frozenset({"docs/guide/hosts/ssh.md", "docs/guide/hosts/encryption.md"})
 """Pages whose commands are typed on the host a, beside b, although their prompts name no host."""
 SLURM = frozenset({"docs/guide/hosts/slurm.md"})
 """Pages whose commands are typed on a host with Slurm."""
 
+DRAW = "python -m unisono.recipes.vision.drawn_shapes"
+PACK = 'python -c "from pathlib import Path; from tests.pictures import pack'
 MINE = "unisono run train.py --ranks 2 --run-dir runs/mine --set checkpoint.every=10"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guide/access.md": (MINE,),
+    "docs/guide/adapters.md": (MINE,),
     "docs/guide/export.md": (MINE,),
     "docs/guide/faults/replay.md": (MINE,),
     "docs/guide/faults/silent-corruption.md": (MINE,),
@@ -36,10 +89,31 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guide/monitoring/watch.md": (MINE,),
     "docs/guide/monitoring/report.md": (MINE, "cp -r runs/mine runs/one", "cp -r runs/mine runs/two"),
     "docs/guide/quantization.md": (MINE,),
+    "docs/guide/pictures.md": (
+        f"{DRAW} pictures --pictures 40 --valid 10 --classes 3",
+        f"{DRAW} scenes --pictures 20 --valid 8 --scenes",
+        f"{PACK}; pack(Path('pictures/train'), Path(), 128); pack(Path('pictures/val'), Path(), 10)\"",
+    ),
+    "docs/guide/prediction.md": (
+        MINE,
+        MINE.replace("train.py", "plain.py").replace("runs/mine", "runs/plain"),
+        "printf '1 2 3 4\\n5 6 7 8\\n' > texts.txt",
+        'python -c "import torch; from safetensors.torch import save_file;'
+        " save_file({'input': torch.zeros(6, 20)}, 'inputs.safetensors')\"",
+    ),
+    "docs/guide/streams.md": (
+        f"{DRAW} drawn --pictures 30 --valid 3 --classes 3 && mv drawn/train pictures",
+        'mkdir texts && printf \'{"text": "a"}\\n{"text": "b"}\\n\' | tee texts/0.jsonl > texts/1.jsonl',
+    ),
+    "docs/start/from-trainer.md": (
+        'python -c "from pathlib import Path; from unisono.recipes.finetune import Settings, make_base;'
+        " make_base(Path('FOLDER'), Settings(base_steps=2))\"",
+    ),
 }
 """Commands that a reader of the page has typed earlier."""
 
 LATER: Mapping[tuple[str, str], str] = {
+    ("docs/start/first-run.md", "kill -KILL $!"): "runs/mine/checkpoints/step-00000200/manifest.json",
     (f"{SITUATIONS}/spot.md", "kill -TERM $!"): "runs/*/checkpoints/step-00000050/manifest.json",
     (f"{SITUATIONS}/spot.md", "kill -KILL $!"): "runs/spot/checkpoints/step-00000200/manifest.json",
     (f"{SITUATIONS}/spot.md", "unisono run train.py --ranks 2 --run-dir runs/other --autoresume"): (
@@ -49,6 +123,7 @@ LATER: Mapping[tuple[str, str], str] = {
 """Files, as patterns, for which a reader would wait before typing a command."""
 
 STATUS: Mapping[tuple[str, str], tuple[int, ...]] = {
+    ("docs/start/first-run.md", "wait $!"): (137,),
     ("docs/guide/check.md", "unisono check train.py"): (1,),
     ("docs/guide/convert.md", "unisono convert gan.py"): (2,),
     (f"{SITUATIONS}/small-batches.md", "unisono run train.py --ranks 8 --set batch=4"): (2,),
@@ -79,6 +154,7 @@ UNQUOTED: Mapping[tuple[str, str], str] = {
     ("docs/guide/faults/replay.md", "unisono replay runs/mine --step 23"): "the script of the page is another one",
     ("docs/guide/monitoring/logs.md", "unisono logs runs/mine"): "the logs of the page are those of another script",
     ("docs/guide/monitoring/watch.md", "unisono top runs/mine"): "the run of the page has not ended yet",
+    (f"{SITUATIONS}/two-machines.md", "unisono doctor --hosts a,b --script train.py"): "it describes other machines",
     (f"{SITUATIONS}/uneven-pair.md", "unisono report runs/uneven --text"): (
         "which finding comes depends on what else the machine computes"
     ),
@@ -100,13 +176,14 @@ def files_for(page: str) -> dict[str, str]:
     if page.startswith(f"{SITUATIONS}/"):
         return files(f"{SITUATIONS}/index.md")
     found = {"train.py": TRAIN, "small.toml": "steps = 3\n"}
+    if page == "docs/guide/distillation.md":
+        found["FILE"] = TRAIN
+    if page == "docs/guide/population.md":
+        found["train.py"] = WITH_DROPOUT
+    if page == "docs/guide/prediction.md":
+        found["plain.py"] = TRAIN
     if page == "docs/guide/convert.md":
         found |= {"gan.py": REFUSED_BY_CONVERT, "ddp.py": files("docs/start/from-ddp.md")["ddp.py"]}
     if page == "docs/guide/check.md":
         found["train.py"] = STATEFUL
     return found
-
-
-def sizes_for(page: str) -> Mapping[str, str]:
-    """Return the flags that are inserted after commands of a page."""
-    return SIZES.get(page, RECIPES)

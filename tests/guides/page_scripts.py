@@ -62,6 +62,17 @@ STATEFUL = TRAIN.replace(
 )
 """A script with a counter: its result depends on the placement."""
 
+WITH_DROPOUT = (
+    TRAIN.replace("    lr: float = 1e-3\n", "    lr: float = 1e-3\n    drop: float = 0.1\n")
+    .replace(
+        "Block(nn.Module):\n    def __init__(self, width):", "Block(nn.Module):\n    def __init__(self, width, drop):"
+    )
+    .replace("nn.Dropout(0.1)", "nn.Dropout(drop)")
+    .replace("Block(size.width) for", "Block(size.width, run.settings.drop) for")
+    .replace("run.log(loss=step.loss)", "run.log(error=step.loss)")
+)
+"""A script whose dropout is a setting, and which logs an error."""
+
 REFUSED_BY_CONVERT = """\
 import torch
 from torch import nn

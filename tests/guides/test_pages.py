@@ -10,7 +10,7 @@ import pytest
 from tests.guides.machines import follow, missing_for
 from tests.guides.not_run import NOT_RUN, key_of, why_not
 from tests.guides.page_commands import commands, pages
-from tests.guides.page_needs import LATER, STATUS, UNQUOTED
+from tests.guides.page_needs import INSTEAD, LATER, SLOW, STATUS, UNQUOTED
 from tests.guides.walk import runnable
 
 COMPARED = re.compile(r"\b(?:before|after)\.py(?: --ranks 2)?$")
@@ -18,9 +18,10 @@ COMPARED = re.compile(r"\b(?:before|after)\.py(?: --ranks 2)?$")
 WALKED = [page for page in pages() if runnable(page)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", WALKED)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else pytest.mark.ci) for page in WALKED]
+)
 def test_a_page_can_be_followed(page: str, tmp_path: Path) -> None:
     """Type its commands in a new folder; what they print has the lines that the page quotes."""
     if reason := missing_for(page):
@@ -45,5 +46,5 @@ def test_every_command_is_typed_or_has_a_reason() -> None:
     used = {key_of(command) for command in known}
     assert sorted(set(NOT_RUN) - used) == [], "entries of NOT_RUN without a command"
     texts = {(command.page, command.text) for command in known if why_not(command) is None}
-    assert [key for table in (LATER, STATUS, UNQUOTED) for key in table if key not in texts] == []
+    assert [key for table in (INSTEAD, LATER, STATUS, UNQUOTED) for key in table if key not in texts] == []
     assert all(len(reason.split()) > 2 for reason in (*NOT_RUN.values(), *UNQUOTED.values()))

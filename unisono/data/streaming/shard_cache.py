@@ -124,7 +124,8 @@ class ShardCache:
         times = _not_cached[str(self.folder)] = _not_cached.get(str(self.folder), 0) + 1
         if times & (times - 1) == 0:
             count = f" ({times} times in this process)" if times > 1 else ""
-            _log.warning("Cannot cache %s in %s: %s. It is read from its source%s. %s", url, self.folder, why, count, do)
+            words = "Cannot cache %s in %s: %s. It is read from its source%s. %s"
+            _log.warning(words, url, self.folder, why, count, do)
 
     def _open(self, shard: RemoteShard, source: Callable[[], IO[bytes]]) -> IO[bytes] | None:
         key = hashlib.sha256(repr((shard.url, shard.size, shard.version, shard.sha256)).encode()).hexdigest()[:32]
