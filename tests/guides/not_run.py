@@ -70,6 +70,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/guide/quantization.md", "pip install"): REGISTRY,
     ("docs/guide/speed.md", ""): f"{LONG}, to compile: tests/cli/test_speedup.py types it",
     ("docs/guide/speed-up.md", "unisono scale train.py --ranks 1,2,4,8"): f"{LONG}: tests/cli/test_scale.py types it",
+    ("docs/guide/situations/several-gpus.md", "unisono scale"): ELSEWHERE.format("the page on the speed-up, for two"),
     ("docs/guide/trackers.md", "tensorboard"): STAYS,
     ("docs/guide/trackers.md", "MLFLOW"): "it needs a server: tests/cli/test_tracker_libraries.py has one",
     ("docs/guide/trackers.md", "wandb sync"): "it needs an account",

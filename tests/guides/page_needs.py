@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.guides.page_commands import files
+from tests.guides.page_commands import Command, files
 from tests.guides.page_scripts import REFUSED_BY_CONVERT, STATEFUL, TRAIN, WITH_DROPOUT
 
 SITUATIONS = "docs/guide/situations"
@@ -14,7 +14,7 @@ TEXT = (
 )
 RECIPES: Mapping[str, str] = {
     "run text": TEXT,
-    "run distill": f"{TEXT} --set heads=2",
+    "run distill": "--set steps=4 --set batch=16 --set validate_bytes=2048",
     "run supernet": (
         "--set source=digits --set epochs=none --set steps=2 --set batch=16 --set train_images=64 --set width=8"
         " --set population=4 --set generations=1"
@@ -29,44 +29,29 @@ RECIPES: Mapping[str, str] = {
     "run detection": "--set epochs=none --set steps=2 --set batch=8 --set drawn=20 --set size=48 --set width=4",
 }
 """Flags that make recipes small, by command. What the page sets comes later, and wins."""
-INSTEAD: Mapping[tuple[str, str], str] = {
-    ("docs/guide/distillation.md", "unisono run text --ranks 2 --set steps=400 --run-dir runs/teacher"): (
-        "unisono run text --ranks 2 --set steps=4 --run-dir runs/teacher"
+SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "docs/guide/distillation.md": (("steps=400", "steps=4"),),
+    "docs/guide/exchanges/local-sgd.md": (("--ranks 4", "--ranks 2"),),
+    "docs/guide/exchanges/parameter-servers.md": (("--ranks 4", "--ranks 2"), ("--ranks 5", "--ranks 3")),
+    "docs/guide/faults/restarts.md": (("--ranks 8", "--ranks 2"),),
+    "docs/guide/hosts/encryption.md": (("a:4,b:4", "a:1,b:1"),),
+    "docs/guide/hosts/slurm.md": (("--ranks-per-node 4", "--ranks-per-node 1"),),
+    "docs/guide/hosts/ssh.md": (("a:4,b:4", "a:1,b:1"), ("--ranks 8", "--ranks 2")),
+    "docs/guide/learning-rate.md": (("--ranks 4", "--ranks 2"),),
+    "docs/guide/plan.md": (("--ranks 8", "--ranks 1 --steps 3"), ("--devices this", "--steps 3 --devices this")),
+    "docs/guide/population.md": (
+        ("--population 8 --interval 500", "--population 2 --interval 2 --set steps=4"),
+        ("--ranks 4", "--ranks 2"),
     ),
-    ("docs/guide/plan.md", "unisono plan train.py --ranks 8"): "unisono plan train.py --ranks 2 --steps 3",
-    ("docs/guide/plan.md", "unisono plan train.py --ranks 8 --memory 24GB"): (
-        "unisono plan train.py --ranks 1 --steps 3 --memory 24GB"
+    "docs/guide/prediction.md": (("runs/mine inputs", "runs/plain inputs"),),
+    "docs/guide/speed-up.md": (
+        ("--ranks 1,2,4", "--ranks 1,2"),
+        ("--steps 30 --rounds 5", ""),
+        ("scale train.py", "scale train.py --steps 4 --rounds 1"),
     ),
-    ("docs/guide/plan.md", "unisono plan train.py --devices this,h200:8 --price h200=3.5,this=0.2"): (
-        "unisono plan train.py --steps 3 --devices this,h200:8 --price h200=3.5,this=0.2"
-    ),
-    (
-        "docs/guide/population.md",
-        "unisono tune train.py --population 8 --interval 500 --search 'lr=log(1e-4,1e-1)' --search 'drop=linear(0,0.5)'"
-        " --minimize error --ranks 4",
-    ): (
-        "unisono tune train.py --population 2 --interval 2 --search 'lr=log(1e-4,1e-1)' --search 'drop=linear(0,0.5)'"
-        " --minimize error --ranks 2 --set steps=4"
-    ),
-    ("docs/guide/prediction.md", "unisono predict runs/mine inputs.safetensors outputs.safetensors"): (
-        "unisono predict runs/plain inputs.safetensors outputs.safetensors"
-    ),
-    ("docs/guide/speed-up.md", "unisono scale train.py"): "unisono scale train.py --steps 4 --rounds 1",
-    ("docs/guide/speed-up.md", "unisono scale train.py --ranks 1,2,4 --only weak --steps 30 --rounds 5"): (
-        "unisono scale train.py --ranks 1,2,4 --only weak --steps 30 --rounds 1"
-    ),
-    (f"{SITUATIONS}/several-gpus.md", "unisono scale train.py --ranks 1,2,4"): (
-        "unisono scale train.py --ranks 1,2 --steps 4 --rounds 1"
-    ),
-    (
-        "docs/guide/tune.md",
-        "unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 50 --ranks 4",
-    ): (
-        "unisono tune train.py --search 'lr=log(1e-4,1e-1)' --search 'model.depth=[2,4,8]' --trials 2 --ranks 2"
-        " --set steps=2"
-    ),
+    "docs/guide/tune.md": (("--trials 50 --ranks 4", "--trials 2 --ranks 2 --set steps=2"),),
 }
-"""What is typed in place of a command: the same with smaller numbers, or with another run."""
+"""By page, parts of commands that would take long, and what is typed in place of them."""
 
 SLOW: Mapping[str, str] = {}
 """Pages that `make slow` follows in place of CI, each with the reason."""
@@ -81,7 +66,7 @@ PACK = 'python -c "from pathlib import Path; from tests.pictures import pack'
 MINE = "unisono run train.py --ranks 2 --run-dir runs/mine --set checkpoint.every=10"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guide/access.md": (MINE,),
-    "docs/guide/adapters.md": (MINE,),
+    "docs/guide/adapters.md": (f"{MINE} --set steps=4",),
     "docs/guide/export.md": (MINE,),
     "docs/guide/faults/replay.md": (MINE,),
     "docs/guide/faults/silent-corruption.md": (MINE,),
@@ -90,12 +75,13 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guide/monitoring/report.md": (MINE, "cp -r runs/mine runs/one", "cp -r runs/mine runs/two"),
     "docs/guide/quantization.md": (MINE,),
     "docs/guide/pictures.md": (
-        f"{DRAW} pictures --pictures 40 --valid 10 --classes 3",
+        f"{DRAW} pictures --pictures 130 --valid 12 --classes 3",
         f"{DRAW} scenes --pictures 20 --valid 8 --scenes",
         f"{PACK}; pack(Path('pictures/train'), Path(), 128); pack(Path('pictures/val'), Path(), 10)\"",
+        "for i in $(seq 0 99); do mv train-$i.tar train-$(printf %03d $i).tar; done",
     ),
     "docs/guide/prediction.md": (
-        MINE,
+        f"{MINE} --set steps=4",
         MINE.replace("train.py", "plain.py").replace("runs/mine", "runs/plain"),
         "printf '1 2 3 4\\n5 6 7 8\\n' > texts.txt",
         'python -c "import torch; from safetensors.torch import save_file;'
@@ -169,6 +155,14 @@ PACKAGES: Mapping[tuple[str, str], str] = {
     ("docs/start/from-torchtune.md", "unisono run after.py --ranks 2"): "torchtune",
 }
 """Packages without which a command is left out."""
+
+
+def typed(command: Command) -> str:
+    """Return what is typed for a command of a page: the command, or the same with smaller numbers."""
+    text = command.text
+    for long, short in SMALLER.get(command.page, ()):
+        text = text.replace(long, short)
+    return text
 
 
 def files_for(page: str) -> dict[str, str]:

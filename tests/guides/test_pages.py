@@ -10,7 +10,7 @@ import pytest
 from tests.guides.machines import follow, missing_for
 from tests.guides.not_run import NOT_RUN, key_of, why_not
 from tests.guides.page_commands import commands, pages
-from tests.guides.page_needs import INSTEAD, LATER, SLOW, STATUS, UNQUOTED
+from tests.guides.page_needs import LATER, SLOW, SMALLER, STATUS, UNQUOTED
 from tests.guides.walk import runnable
 
 COMPARED = re.compile(r"\b(?:before|after)\.py(?: --ranks 2)?$")
@@ -46,5 +46,8 @@ def test_every_command_is_typed_or_has_a_reason() -> None:
     used = {key_of(command) for command in known}
     assert sorted(set(NOT_RUN) - used) == [], "entries of NOT_RUN without a command"
     texts = {(command.page, command.text) for command in known if why_not(command) is None}
-    assert [key for table in (INSTEAD, LATER, STATUS, UNQUOTED) for key in table if key not in texts] == []
+    assert [key for table in (LATER, STATUS, UNQUOTED) for key in table if key not in texts] == []
+    parts = [(page, long) for page, changes in SMALLER.items() for long, _ in changes]
+    assert [part for part in parts if not any(part[0] == page and part[1] in text for page, text in texts)] == []
+    assert [page for page in SLOW if page not in WALKED] == []
     assert all(len(reason.split()) > 2 for reason in (*NOT_RUN.values(), *UNQUOTED.values()))

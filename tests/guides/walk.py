@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.guides.not_run import why_not
 from tests.guides.page_commands import Command, commands, files
-from tests.guides.page_needs import BEFORE, INSTEAD, LATER, PACKAGES, RECIPES, STATUS, UNQUOTED, files_for
+from tests.guides.page_needs import BEFORE, LATER, PACKAGES, RECIPES, STATUS, UNQUOTED, files_for, typed
 from tests.guides.quotes import Quotes
 from tests.guides.shell import PATIENCE_SECONDS, Shell, write_programs
 
@@ -84,7 +84,7 @@ def _type(together: list[Command], shells: Mapping[str, Shell], folder: Path, fo
         if not _wait_for(command, folder):
             found.problems.append(f"{command.place}: {LATER[command.page, command.text]} does not appear")
             return
-        shells[command.host].start(INSTEAD.get((command.page, command.text), command.text))
+        shells[command.host].start(typed(command))
     for command in together:
         began = time.monotonic()
         status, output = shells[command.host].finish()
