@@ -63,6 +63,9 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ): "it asks a fixed port: tests/cli/test_metrics_page.py has a free one",
     ("docs/guide/monitoring/watch.md", "unisono watch"): STAYS,
     ("docs/guide/monitoring/watch.md", "unisono run train.py --ranks 4 --watch"): STAYS,
+    ("docs/guide/pictures.md", "unisono run imagenet --ranks 2 --set data=SHARDS"): (
+        ELSEWHERE.format("tests/recipes/test_imagenet.py, on shards of the test")
+    ),
     (
         "docs/guide/pictures.md",
         "python -m unisono.recipes.vision.drawn_shapes",
