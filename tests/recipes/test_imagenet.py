@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.file_server import serve
 from tests.pictures import damaged_files, need_pillow, pack, write_pictures, write_tar
 from tests.ranks.loops import assert_same_results, attempt, results_on_sizes
 from tests.recipes.training import (
@@ -116,6 +117,22 @@ def test_a_damaged_file_ends_the_run_with_its_name(tmp_path: Path, folder: Path,
     for text in run_ranks(train_cases, 2, str(tmp_path), {"damaged": settings}):
         assert "PeerLostError" in text["damaged"] or "Cannot read the picture" in text["damaged"]
     assert "--set loader.on_error=skip" in text["damaged"] or "PeerLostError" in text["damaged"]
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_shards_at_a_url_are_cached(tmp_path: Path, folder: Path) -> None:
+    """Two processes with loader workers read them from a server, and have the weights of one that reads the files."""
+    local = {**TOY, "epochs": 1, "evaluate_every": 0, "window": 20, "data": folder.parent / "shards"}
+    one = train_on_one_process("imagenet", tmp_path / "one", sets=local)
+    with serve(folder.parent / "shards", tmp_path / "seen") as server:
+        remote = {"data": f"{server.url}/train", "valid": f"{server.url}/val", "cache": tmp_path / "cache"}
+        two, screen = train_recipe("imagenet", tmp_path / "two", 2, sets={**local, **remote, "loader.workers": 1})
+    assert f"{server.url}/train: 90 pictures in " in screen
+    assert_same_run(two, one, "top1", "valid_loss")
+    shards = sorted(path for part in ("train", "val") for path in (folder.parent / "shards" / part).glob("*.tar"))
+    contents = sorted(path.read_bytes() for path in (tmp_path / "cache").glob("*.shard"))
+    assert sorted(path.read_bytes() for path in shards) == [each for each in contents if not each.startswith(b"[")]
 
 
 @pytest.mark.ci
