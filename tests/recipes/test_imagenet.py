@@ -191,8 +191,8 @@ def test_two_processes_print_metrics_and_match_one(tmp_path: Path, folder: Path)
     assert_same_run(two, one, "top1", "top5", "valid_loss")
     resumed = resume_on_three_processes("imagenet", tmp_path / "resumed", sets)
     assert resumed["weights_sha256"] == one["weights_sha256"]
-    command = [sys.executable, "-m", "unisono.cli.main", "predict", str(tmp_path / "two"), str(folder / "val")]
-    subprocess.run([*command, str(tmp_path / "rows.jsonl")], check=True, timeout=100)
+    words = [str(tmp_path / "two"), str(folder / "val"), str(tmp_path / "rows.jsonl"), "--model", "average"]
+    subprocess.run([sys.executable, "-m", "unisono.cli.main", "predict", *words], check=True, timeout=100)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["file"] for row in rows] == [str(path) for path in sorted((folder / "val").rglob("*.jpg"))]
     assert {row["class"] for row in rows} <= {"circle-plain", "square-plain", "triangle-plain"}
