@@ -117,6 +117,8 @@ class MicroBatchDataset(Dataset[Any]):
         try:
             batch = self.fetch(task)
         except UnisonoError as error:  # torch would raise it with the worker's traceback in place of its first line
+            if error.__cause__ is not None:  # a mistake of the script, whose traceback helps
+                raise
             return RaisedInWorker(error), None
         return batch, drawn_between(before, get_state())
 

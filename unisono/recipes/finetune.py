@@ -13,7 +13,10 @@ Needs: pip install 'unisono[hf,adapters]'
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shutil
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +72,11 @@ def main(run: unisono.Run[Settings]) -> None:
     with run.first():
         if not base.is_dir():
             run.print(f"training a base model for {settings.base_steps} steps, into {base}")
-            make_base(base.with_name("base.partial"), settings)
-            base.with_name("base.partial").rename(base)  # so that a kill leaves no part of a model there
+            draft = base.with_name(f"base.{uuid.uuid4()}")
+            make_base(draft, settings)
+            with contextlib.suppress(OSError):  # another host was faster
+                draft.rename(base)  # at the end, so that a kill leaves no part of a model there
+            shutil.rmtree(draft, ignore_errors=True)
     tokenizer = AutoTokenizer.from_pretrained(base)
     corpus = load_docstrings()
     run.print(corpus.summary())
