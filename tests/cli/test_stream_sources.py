@@ -159,6 +159,6 @@ def test_what_cannot_be_trained_on_is_named(folder: Path) -> None:
     assert "Cannot open the shard shards/shard-00001.tar." in said
     assert "FileNotFoundError" in said
     (folder / "odd" / "shard-00001.tar").write_bytes((folder / "odd" / "shard-00001.tar").read_bytes()[:3000])
-    assert "it has 3,000 bytes, and" in failure(folder, "cut", "odd", "--set", "loader.on_error=skip")
+    assert "It has 3,000 bytes, and" in failure(folder, "cut", "odd", "--set", "loader.on_error=skip")
     (folder / "odd" / "index.json").write_text('{"format": 2, "shards": [')
     assert "The index odd/index.json is broken." in failure(folder, "index", "odd")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ def tar_offsets() -> TarOffsets:
 
 def test_offsets_are_the_same_after_a_file() -> None:
     offsets = tar_offsets()
-    assert [offsets.members(number) for number in range(len(offsets))] == [
-        [("jpg", 512, 700), ("cls", 2048, 1)],
-        [("txt", 3072, 2**40)],
-        [],
+    assert [offsets.sample(number) for number in range(len(offsets))] == [
+        ("a/1", ["jpg", "cls"], array("q", [512, 2048]), array("q", [700, 1])),
+        ("ü", ["txt"], array("q", [3072]), array("q", [2**40])),
+        ("empty", [], array("q"), array("q")),
     ]
     assert TarOffsets.from_json(json.loads(json.dumps(offsets.as_json()))) == offsets
     lines = LineOffsets()
@@ -50,6 +51,7 @@ def test_offsets_are_the_same_after_a_file() -> None:
         {"begins": [512, 2048, 2**63]},
         {"begins": [512, 2048, "3"]},
         {"begins": "ends"},
+        {"begins": [512, 1000, 3072]},
         {"sizes": [700, 1]},
         {"problem": None},
     ],

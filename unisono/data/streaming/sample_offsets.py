@@ -53,10 +53,10 @@ class TarOffsets:
         self.keys.append(key)
         self.ends.append(len(self.begins))
 
-    def members(self, number: int) -> list[Member]:
-        """Return the members of a sample."""
-        part = slice(self.ends[number - 1] if number else 0, self.ends[number])
-        return list(zip(self.extensions[part], self.begins[part], self.sizes[part], strict=True))
+    def sample(self, number: int) -> tuple[str, list[str], array[int], array[int]]:
+        """Return the key of a sample, and of its members the extensions, first bytes and sizes."""
+        begin, end = self.ends[number - 1] if number else 0, self.ends[number]
+        return self.keys[number], self.extensions[begin:end], self.begins[begin:end], self.sizes[begin:end]
 
     def as_json(self) -> dict[str, Any]:
         """Return the columns as a JSON value."""
@@ -82,6 +82,8 @@ class TarOffsets:
             raise ValueError(f"it has {len(begins)} members, and says otherwise")
         if not len(extensions) == len(begins) == len(sizes) or max(extensions, default=-1) >= len(names):
             raise ValueError("it has members without an extension or size")
+        if (np.asarray(begins)[:-1] + np.asarray(sizes)[:-1] > np.asarray(begins)[1:]).any():
+            raise ValueError("it has members that begin before the last one ends")
         return cls(keys, ends, [names[number] for number in extensions], begins, sizes, problem)
 
 

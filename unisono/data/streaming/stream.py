@@ -20,12 +20,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
 from unisono.config.wording import plural
@@ -99,7 +100,7 @@ class Stream(PreparedDataset):
         self.classes: Sequence[str] = ()
         """The names of the classes, for shards that were written from a folder for each class."""
         self.counts = tuple(counts) if counts is not None else None
-        self._ends = np.cumsum(self.counts) if self.counts is not None else None
+        self._ends = list(accumulate(self.counts)) if self.counts is not None else []
         self._skip_damaged = False
         self._opened: OrderedDict[int, Any] = OrderedDict()
         self._owner = -1  # process id for which they are open: a forked worker must not share a file's position
@@ -193,8 +194,7 @@ class Stream(PreparedDataset):
     def __len__(self) -> int:
         if self.counts is None:
             self._set_counts([self._count(shard) for shard in range(len(self.shards.names))])
-        assert self.counts is not None
-        return sum(self.counts)
+        return self._ends[-1] if self._ends else 0
 
     def read(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Return the samples of these numbers, without skipped ones. Numbers run through the shards in order."""
@@ -218,12 +218,10 @@ class Stream(PreparedDataset):
 
     def address(self, number: int) -> tuple[int, int]:
         """Return (shard, offset) of a sample number."""
-        if not 0 <= number < len(self):
+        if not 0 <= number < (self._ends[-1] if self._ends else len(self)):
             raise IndexError(f"sample {number} of a stream of {len(self)} samples")
-        assert self._ends is not None
-        assert self.counts is not None
-        shard = int(np.searchsorted(self._ends, number, side="right"))
-        return shard, number - int(self._ends[shard]) + self.counts[shard]
+        shard = bisect_right(self._ends, number)
+        return shard, number - (self._ends[shard - 1] if shard else 0)
 
     def _sample(self, shard: int, offset: int) -> Any:
         reader = self._reader(shard)
@@ -273,7 +271,7 @@ class Stream(PreparedDataset):
             return damage.offset
 
     def _set_counts(self, counts: Sequence[int]) -> None:
-        self.counts, self._ends = tuple(counts), np.cumsum(counts)
+        self.counts, self._ends = tuple(counts), list(accumulate(counts))
 
     def _skip_or_raise(self, shard: int, damage: DamagedSample) -> None:
         """Warn about a damaged sample, or raise DataError."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import IO, Any, cast
 
 import numpy as np
@@ -59,20 +60,24 @@ class TarShards:
 
     def decode(self, raw: Raw) -> dict[str, Any]:
         key, members = raw
-        return {"__key__": key, **{name: _decode_member(name, content) for name, content in members.items()}}
+        sample: dict[str, Any] = {"__key__": key}
+        for name, content in members.items():
+            decoder = _decoder_of(name)
+            sample[name] = content if decoder is None else decoder(content)
+        return sample
 
 
-def _decode_member(extension: str, content: bytes) -> Any:
+@lru_cache(maxsize=1024)
+def _decoder_of(extension: str) -> Callable[[bytes], Any] | None:
+    """Return the function that decodes a member; None: its content is the value."""
     kind = extension.rpartition(".")[2].lower()
     if kind in ("cls", "cls2", "index", "inx", "id"):
-        return int(content)
+        return int
     if kind in ("txt", "text", "transcript"):
-        return content.decode("utf-8")
+        return partial(str, encoding="utf-8")
     if kind in ("json", "jsn"):
-        return decode_json(content)
-    if kind == "npy":
-        return _decode_array(content)
-    return content
+        return decode_json
+    return _decode_array if kind == "npy" else None
 
 
 def _decode_array(content: bytes) -> Any:
@@ -107,12 +112,15 @@ class TarReader:
         return len(self._offsets)
 
     def __getitem__(self, offset: int) -> Raw:
-        key, members = self._offsets.keys[offset], self._offsets.members(offset)
-        first, last = min(begin for _, begin, _ in members), max(begin + size for _, begin, size in members)
-        if last - first > sum(size for _, _, size in members) + GAP * len(members):
-            return key, {extension: self._read(begin, size, offset) for extension, begin, size in members}
-        content = self._read(first, last - first, offset)  # all members at once
-        return key, {extension: content[begin - first : begin - first + size] for extension, begin, size in members}
+        key, extensions, begins, sizes = self._offsets.sample(offset)
+        if not begins:
+            return key, {}
+        first, length = begins[0], begins[-1] + sizes[-1] - begins[0]
+        parts = zip(extensions, begins, sizes, strict=True)
+        if length > sum(sizes) + GAP * len(sizes):
+            return key, {extension: self._read(begin, size, offset) for extension, begin, size in parts}
+        content = self._read(first, length, offset)  # all members at once
+        return key, {extension: content[begin - first : begin - first + size] for extension, begin, size in parts}
 
     def _read(self, begin: int, size: int, offset: int) -> bytes:
         content = read_at(self._file, begin, size)
