@@ -162,11 +162,12 @@ class BoxedPictures(Dataset[Sample]):
         picture = self.pictures[number]
 
         def view(opened: Opened) -> Sample:
-            if math.isfinite(picture.size[0] + picture.size[1]) and opened.size != picture.size:
-                width, height = picture.size
-                facts = f"It has {opened.width} x {opened.height} pixels, and {width:g} x {height:g} in its annotation."
+            width, height = opened.size
+            pixels, boxes = to_square(opened, picture.boxes, self.size, self.jitter)  # raises for a damaged file
+            if math.isfinite(sum(picture.size)) and (width, height) != picture.size:
+                stated = f"{picture.size[0]:g} x {picture.size[1]:g}"
+                facts = f"It has {width} x {height} pixels, and {stated} in its annotation."
                 raise DataError(f"The boxes of {picture.path} are of another picture.", facts, "copy the file again.")
-            pixels, boxes = to_square(opened, picture.boxes, self.size, self.jitter)
             return pixels, boxes, torch.tensor(picture.labels, dtype=torch.int64)
 
         # Predictions have one row for each picture, so only training can skip.
