@@ -125,7 +125,7 @@ def test_code_before_the_batches_runs_at_the_first_step_of_an_epoch() -> None:
     code = converted(source + "\n").code
     block = "            model.train()\n            total = 0.0\n            print(epoch)\n"
     assert f"        if step.number % steps_per_epoch == 0:\n{block}" in code
-    assert "begins total anew" not in code
+    assert "resets total" not in code
     assert code.index("    total = 0.0\n    steps_per_epoch") < code.index("run.track")
     assert "        total += step.loss * step.samples\n" in code
 
@@ -139,7 +139,7 @@ def test_a_sum_of_an_epoch_that_a_resume_loses_is_noted() -> None:
         ),
     )
     done = converted(source)
-    (line,) = [line for line, note in done.notes if "a resume in the middle of an epoch begins total anew" in note]
+    (line,) = [line for line, note in done.notes if "a resume in the middle of an epoch resets total" in note]
     assert "if step.number % steps_per_epoch == 0:" in "".join(done.code.splitlines()[line : line + 3])
 
 

@@ -44,7 +44,7 @@ RESUME = (
 )
 
 RESTARTED = (
-    "a resume in the middle of an epoch begins {names} anew. To keep such a value, put it in a dict, and pass the "
+    "a resume in the middle of an epoch resets {names}. To keep such a value, put it in a dict, and pass the "
     "dict to run.track (docs/guide/resume.md#what-a-resume-restores)."
 )
 
