@@ -5,6 +5,7 @@ Hosts are namespaces with a network of their own (tests/network/hosts.py), and s
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from tests.clusters import slurm_nodes
 from tests.guides.page_needs import HOSTS, SLURM
-from tests.guides.walk import Walk, runnable, walk
+from tests.guides.walk import PROGRAMS, Walk, runnable, walk
 from tests.network import hosts as namespaces
 from tests.network import ssh_hosts
 from tests.network.ssh_hosts import SshHosts
@@ -45,7 +46,7 @@ def _two_hosts(folder: Path) -> Iterator[dict[str, list[str]]]:
     """Start the hosts a and b, and yield the words that start a program in the folder on each."""
     with namespaces.hosts(2, shared=[folder]) as machines:
         ssh = SshHosts(machines, folder / ".ssh")
-        wrapper = folder / ".programs" / "ssh"
+        wrapper = folder / PROGRAMS / "ssh"
         wrapper.parent.mkdir(exist_ok=True)
         wrapper.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {ssh.config} "$@"\n')
         wrapper.chmod(0o755)
@@ -56,6 +57,8 @@ def _two_hosts(folder: Path) -> Iterator[dict[str, list[str]]]:
 def _follow_with_slurm(page: str, folder: Path) -> Walk:
     """Type the commands on the host of a Slurm's controller, and wait for the jobs that they submit."""
     with slurm_nodes.slurm_nodes(folder, "a", "b") as cluster:
+        path = cluster.head.environment["PATH"]
+        cluster.head.environment["PATH"] = f"{folder / PROGRAMS}{os.pathsep}{path}"
         found = walk(page, folder, {"": cluster.head.command([], folder)})
         for each in found.typed:
             if each.command.text.startswith("sbatch") and each.status == 0:

@@ -16,6 +16,9 @@ from tests.guides.page_needs import BEFORE, LATER, PACKAGES, RECIPES, STATUS, UN
 from tests.guides.quotes import Quotes
 from tests.guides.shell import PATIENCE_SECONDS, Shell, write_programs
 
+PROGRAMS = ".programs"
+"""The folder, beside the files of a page, that comes first on the path."""
+
 
 @dataclass
 class Typed:
@@ -53,7 +56,7 @@ def walk(page: str, folder: Path, prefixes: Mapping[str, list[str]] | None = Non
     for name, text in {**files_for(page), **files(page)}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    programs = folder / ".programs"
+    programs = folder / PROGRAMS
     write_programs(programs, RECIPES)
     found, quotes = Walk(page), Quotes()
     with ExitStack() as stack:
