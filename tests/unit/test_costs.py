@@ -111,6 +111,7 @@ def test_replicas_save_by_recomputation_what_two_of_them_were_measured_to_save()
     assert memory_of(again, recomputed, measured).total == peaks[recomputed]
     assert measured.beyond(replace(four, recompute=True)) == 4 * MB - 5 * MB - 3 * MB
     assert measured.beyond(replace(SHARDS, recompute=True)) == MB
+    assert measured.beyond(Placement(recompute=True)) == 0, "one process with recomputation was measured itself"
 
 
 def test_what_was_measured_is_predicted_as_it_was() -> None:

@@ -134,6 +134,8 @@ class MeasuredPeaks:
 
     def beyond(self, placement: Placement) -> int:
         """Return by how much more the model is exceeded than on one process; 0: not measured."""
+        if placement.processes == 1:
+            return 0
         found = self._excess(placement.without_recompute)
         if not placement.recompute or placement.shards > 1 or RECOMPUTED not in self.peaks:
             return found
