@@ -6,11 +6,13 @@ the validation of values read these declarations, so that nothing about a settin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from unisono.config.exchange_registry import ExchangeName
+from unisono.errors import SettingsError
 
 T = TypeVar("T")
 
@@ -148,6 +150,28 @@ class ParallelSettings:
         [], "names of the modules that start the second and later pipeline stages; []: balanced automatically"
     )
     stages_per_rank: int = setting(2, "pipeline stages per process, under schedules that interleave them", Range(1))
+
+    def refuse(self, script: str, reason: str, axes: Sequence[str] = ("tensor", "context", "pipeline")) -> None:
+        """Raise an error if the model is divided in a way that a script does not support.
+
+        Call it in `__post_init__` of the script's settings.
+
+        Args:
+            script: the subject of the error's first line, such as "The speech recipe".
+            reason: a sentence, the second line of the error.
+            axes: the names of the settings whose value must be 1.
+
+        Raises:
+            SettingsError: a setting in `axes` is greater than 1. The error proposes to shard the parameters instead.
+        """
+        for axis in axes:
+            size = getattr(self, axis)
+            if size > 1:
+                raise SettingsError(
+                    f"{script} does not support parallel.{axis}={size}.",
+                    reason,
+                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

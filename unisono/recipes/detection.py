@@ -58,14 +58,7 @@ class Settings(unisono.Settings):
                 "A cell of the coarse grid has 16 x 16 pixels.",
                 f"--set size={max(16, self.size // 16 * 16)}",
             )
-        for axis in ("tensor", "context", "pipeline"):
-            degree = getattr(self.parallel, axis)
-            if degree > 1:
-                raise unisono.SettingsError(
-                    f"The detection recipe does not support parallel.{axis}={degree}.",
-                    "It replicates the model, or shards its parameters.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={degree}",
-                )
+        self.parallel.refuse("The detection recipe", "It replicates the model, or shards its parameters.")
 
 
 def main(run: unisono.Run[Settings]) -> None:

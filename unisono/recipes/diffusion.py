@@ -48,14 +48,9 @@ class Settings(unisono.Settings):
                 "Each step of drawing goes from one time to an earlier one.",
                 f"--set draw_steps={min(25, max(1, self.times))}",
             )
-        for axis in ("pipeline", "tensor", "context"):
-            size = getattr(self.parallel, axis)
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The diffusion recipe does not support parallel.{axis}={size}.",
-                    "A U-Net of convolutions is no chain of layers, and an image is no sequence.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+        self.parallel.refuse(
+            "The diffusion recipe", "A U-Net of convolutions is no chain of layers, and an image is no sequence."
+        )
 
 
 def main(run: unisono.Run[Settings]) -> None:

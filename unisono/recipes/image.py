@@ -59,16 +59,11 @@ class Settings(unisono.Settings):
                 "several at once.",
                 "--set model.norm=group, or: --set parallel.pipeline=1",
             )
-        for axis, size, reason in (
-            ("tensor", parallel.tensor, "Tensor parallelism divides attention and feed-forward, not convolutions."),
-            ("context", parallel.context, "An image is not a sequence: a convolution needs each pixel's neighbors."),
+        for axis, reason in (
+            ("tensor", "Tensor parallelism divides attention and feed-forward, not convolutions."),
+            ("context", "An image is not a sequence: a convolution needs each pixel's neighbors."),
         ):
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The image recipe does not support parallel.{axis}={size}.",
-                    reason,
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+            parallel.refuse("The image recipe", reason, [axis])
 
 
 def main(run: unisono.Run[Settings]) -> None:

@@ -76,14 +76,7 @@ class Settings(unisono.Settings):
                 "A ViT divides a picture into whole patches.",
                 f"--set size={self.model.patch * max(1, round(self.size / self.model.patch))}",
             )
-        for axis in ("tensor", "context", "pipeline"):
-            degree = getattr(self.parallel, axis)
-            if degree > 1:
-                raise unisono.SettingsError(
-                    f"The imagenet recipe does not support parallel.{axis}={degree}.",
-                    "It replicates the model, or shards its parameters.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={degree}",
-                )
+        self.parallel.refuse("The imagenet recipe", "It replicates the model, or shards its parameters.")
 
 
 def main(run: unisono.Run[Settings]) -> None:

@@ -45,14 +45,7 @@ class Settings(unisono.Settings):
 
     def __post_init__(self) -> None:
         """Refuse parallelism that this model does not support."""
-        for axis in ("pipeline", "tensor", "context"):
-            size = getattr(self.parallel, axis)
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The ppo recipe does not support parallel.{axis}={size}.",
-                    "The network is tiny, and the agent calls it once for each move.",
-                    f"--set parallel.{axis}=1",
-                )
+        self.parallel.refuse("The ppo recipe", "The network is tiny, and the agent calls it once for each move.")
 
 
 class Moves(NamedTuple):

@@ -51,16 +51,11 @@ class Settings(unisono.Settings):
 
     def __post_init__(self) -> None:
         """Refuse parallelism that this model does not support."""
-        for axis, size, reason in (
-            ("tensor", self.parallel.tensor, "Each block begins with a convolution, which cannot be divided."),
-            ("context", self.parallel.context, "It has no attention: a convolution needs each frame's neighbors."),
+        for axis, reason in (
+            ("tensor", "Each block begins with a convolution, which cannot be divided."),
+            ("context", "It has no attention: a convolution needs each frame's neighbors."),
         ):
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The speech recipe does not support parallel.{axis}={size}.",
-                    reason,
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+            self.parallel.refuse("The speech recipe", reason, [axis])
 
 
 def main(run: unisono.Run[Settings]) -> None:

@@ -63,14 +63,7 @@ class Settings(unisono.Settings):
             if not least <= getattr(self, name) <= most:
                 error = f"{name} = {getattr(self, name)} is out of range."
                 raise unisono.SettingsError(error, f"It is from {least} to {most}.", f"--set {name}={least}")
-        for axis in ("tensor", "context", "pipeline"):
-            size = getattr(self.parallel, axis)
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The supernet recipe does not support parallel.{axis}={size}.",
-                    "Each step computes other layers.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+        self.parallel.refuse("The supernet recipe", "Each step computes other layers.")
 
 
 def main(run: unisono.Run[Settings]) -> None:

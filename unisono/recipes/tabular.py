@@ -39,14 +39,7 @@ class Settings(unisono.Settings):
 
     def __post_init__(self) -> None:
         """Refuse parallelism that this model does not support."""
-        for axis in ("pipeline", "tensor", "context"):
-            size = getattr(self.parallel, axis)
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The tabular recipe does not support parallel.{axis}={size}.",
-                    "A row is no sequence, and its network is small.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+        self.parallel.refuse("The tabular recipe", "A row is no sequence, and its network is small.")
 
 
 def main(run: unisono.Run[Settings]) -> None:

@@ -46,14 +46,9 @@ class Settings(unisono.Settings):
                 "Each head has the same, even number of channels.",
                 f"--set width={2 * max(1, self.heads) * max(1, round(self.width / (2 * max(1, self.heads))))}",
             )
-        for axis in ("pipeline", "tensor", "context"):
-            size = getattr(self.parallel, axis)
-            if size > 1:
-                raise unisono.SettingsError(
-                    f"The translation recipe does not support parallel.{axis}={size}.",
-                    "Its sentences are short, and source and target differ in length.",
-                    f"--set parallel.{axis}=1 --set parallel.shard={size}",
-                )
+        self.parallel.refuse(
+            "The translation recipe", "Its sentences are short, and source and target differ in length."
+        )
 
 
 def main(run: unisono.Run[Settings]) -> None:
