@@ -247,6 +247,37 @@ def test_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path, name: str
     assert all(torch.equal(other[key], value) for other in written for key, value in written[0].items())
 
 
+class EndsEarly(Sentences):
+    """Sentences that cannot be read any more in the fifth step."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.read = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read += 1
+        if self.read > 45:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+def run_with(world: World, folder: Path, base: Path, data: Any, resume: bool) -> Any:
+    args = arguments(folder, logging_steps=5, save_strategy="steps", save_steps=2)
+    loop = partial(train_here, args=args, base=base, data=data)
+    return attempt(world, folder / "run", loop, settings_from(args)(), resume=resume)
+
+
+@pytest.mark.ci
+def test_a_resume_logs_the_mean_of_the_whole_interval(tmp_path: Path) -> None:
+    base = make_llama(tmp_path / "base")
+    (whole,) = run_ranks(run_with, 1, tmp_path / "whole", base, Sentences(20), False)
+    assert len(whole[0]) == 2, "in steps 5 and 7"
+    (failed,) = run_ranks(run_with, 1, tmp_path / "resumed", base, EndsEarly(20), False)
+    assert "the disk is gone" in failed
+    for resumed in run_ranks(run_with, 2, tmp_path / "resumed", base, Sentences(20), True):
+        assert resumed == whole
+
+
 @pytest.mark.ci
 def test_no_field_is_ignored(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base")

@@ -152,12 +152,12 @@ def train(
         total,
         scheduler_specific_kwargs=options,
     )
-    run.track(model=model, optimizer=optimizer, schedule=schedule)
+    window, found = LossWindow(), dict[str, float]()
+    run.track(model=model, optimizer=optimizer, schedule=schedule, losses=window)
     evaluator = Evaluator(
         args, eval_dataset, collator, loss, compute_metrics, preprocess_logits_for_metrics, processing_class
     )
     logs, evaluates = Interval.of(args, "logging", total), Interval.of(args, "eval", total)
-    window, found = LossWindow(), dict[str, float]()
     shuffle = str(getattr(args, "train_sampling_strategy", "random")) != "sequential"
     for step in run.steps(train_dataset, shuffle=shuffle, collate_fn=collator):
         step.run(model, loss, forward=loss.forward, mean=True)
@@ -173,18 +173,27 @@ def train(
 
 
 class LossWindow:
-    """The mean of the losses since the last time that it was logged."""
+    """The mean of the losses since it was logged last. Checkpoints have their sum, so a resume continues it."""
 
     def __init__(self) -> None:
-        self._losses: list[float] = []
+        self._total, self._count = 0.0, 0
 
     def add(self, loss: float) -> None:
-        self._losses.append(loss)
+        self._total, self._count = self._total + loss, self._count + 1
 
     def mean(self) -> float:
         """Return the mean, and start a new one."""
-        losses, self._losses = self._losses, []
-        return sum(losses) / len(losses)
+        mean = self._total / self._count
+        self._total, self._count = 0.0, 0
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum of the losses and their number."""
+        return {"total": self._total, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the mean of a checkpoint."""
+        self._total, self._count = state["total"], state["count"]
 
 
 @dataclass(frozen=True)
