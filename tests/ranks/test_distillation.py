@@ -306,6 +306,19 @@ def test_other_weights_on_another_host_are_refused(tmp_path: Path, teacher_dir: 
         assert "leave.weight is [3, 32]" in message
 
 
+def placed_on_rank_0_only(world: World, folder: Path, source: Path) -> Any:
+    def loop(run: Run[Any]) -> Any:
+        return run.place(lambda: Network(32), weights=None if world.rank else SavedWeights(source))
+
+    return attempt(world, folder, loop, CONFIG)
+
+
+def test_weights_on_some_processes_only_are_refused(tmp_path: Path, teacher_dir: Path) -> None:
+    for message in run_ranks(placed_on_rank_0_only, 2, tmp_path / "run", teacher_dir):
+        assert "LoopError: Only some processes pass weights to run.place." in message
+        assert "They are None on 1 process of 2: rank 1." in message
+
+
 @pytest.mark.parametrize("wrong", ["no run", "nothing", "no model", "damaged"])
 def test_weights_that_cannot_be_loaded(tmp_path: Path, teacher_dir: Path, wrong: str) -> None:
     path, name = {"no run": (tmp_path, None), "nothing": (tmp_path / "x", None)}.get(wrong, (teacher_dir, None))

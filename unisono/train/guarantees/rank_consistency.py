@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.safetensors_reader import LazyTensor
+from unisono.config import plural
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import CheckpointError, LoopError
 from unisono.tensors.digest import content_digest
@@ -77,29 +78,42 @@ def check_same_parameters(
     )
 
 
-def check_same_values(group: ProcessGroup, values: Mapping[str, Any]) -> None:
+def check_same_values(group: ProcessGroup, values: Mapping[str, Any] | None) -> None:
     """Check that all processes read the same weights, from names, shapes and the first elements of each tensor.
 
     A file is read in parts, so no process can compare all of it. Files that differ in a tensor only behind its first
     SAMPLED elements are not found here. Every process calls this.
 
+    Args:
+        group: the processes.
+        values: the weights that this process reads, by name; None if it reads none.
+
     Raises:
-        CheckpointError: they differ; on every process.
+        CheckpointError: the weights differ; on every process.
+        LoopError: only some processes read weights; on every process.
     """
     if group.size == 1:
         return
-    mine = {name: _sample(value) for name, value in sorted(values.items())}
+    mine = None if values is None else {name: _sample(value) for name, value in sorted(values.items())}
     found = group.all_gather_object(mine)
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
-    if other is not None:
-        names = sorted({*found[0], *found[other]})
-        name = next(name for name in names if found[0].get(name) != found[other].get(name))
-        raise CheckpointError(
-            "The processes read different weights in run.place.",
-            f"{name} is {found[0].get(name, 'missing')} on rank 0, and {found[other].get(name, 'missing')} on rank "
-            f"{other} (shape, and a digest of the first elements).",
-            "copy the same files to every host, or put them on a file system that all of them share.",
+    if other is None:
+        return
+    if None in found:
+        without = [f"rank {rank}" for rank, theirs in enumerate(found) if theirs is None]
+        raise LoopError(
+            "Only some processes pass weights to run.place.",
+            f"They are None on {plural(len(without), 'process', 'processes')} of {group.size}: {', '.join(without)}.",
+            "pass weights= on every process. Each process reads only its part.",
         )
+    names = sorted({*found[0], *found[other]})
+    name = next(name for name in names if found[0].get(name) != found[other].get(name))
+    raise CheckpointError(
+        "The processes read different weights in run.place.",
+        f"{name} is {found[0].get(name, 'missing')} on rank 0, and {found[other].get(name, 'missing')} on rank "
+        f"{other} (shape, and a digest of the first elements).",
+        "copy the same files to every host, or put them on a file system that all of them share.",
+    )
 
 
 def _sample(value: Any) -> str:

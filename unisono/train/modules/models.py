@@ -113,8 +113,7 @@ class Models:
             self.divided_loss = parallel.loss_parallel
             model.register_forward_hook(lambda _, __, out: out if self.busy else tree_map(gather_tensor, out))
         check_same_parameters(self.group, model.named_parameters(), "run.place")
-        if values is not None:
-            check_same_values(self.group, values)
+        check_same_values(self.group, values)
         alignment.align_([*model.parameters(), *model.buffers()])
         marks = attributes_of_params(model)
         own = model.state_dict(keep_vars=True) if values else {}
