@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +171,19 @@ def test_a_plan_lists_what_fits(tmp_path: Path, needs: str, capsys: pytest.Captu
         assert each["memory_by_part"]["parameters"] == -(-parameters // shards)
     assert found["candidates"][0]["line"] == found["next"]
     assert any("real ones were counted" in note for note in found["notes"]) == (needs != "pass")
+
+
+@pytest.mark.slow
+def test_other_programs_that_use_the_cores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        assert main(["plan", script(tmp_path), "--ranks", "2", "--json"]) == 0
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert any(re.match(r"Other programs used \d+\.\d of \d+ cores while steps were timed", note) for note in notes)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ measure     some steps on one process: time, and its peak of memory
 together    some steps of each placement on 2, 4, ... processes, and of two replicas with recomputation
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
-Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation.
+Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation. Trials that
+time steps are repeated if other programs disturb them (calm_trials.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 from unisono.cli.compare.layout_spec import ALONE, LayoutSpec
 from unisono.cli.compare.repeated_runs import reason_of
 from unisono.cli.compare.trial_runner import Trial, TrialRunner
+from unisono.cli.planning.calm_trials import CalmTrials
 from unisono.cli.planning.device_rows import device_entries, device_lines, small_devices
 from unisono.cli.planning.plan_table import PlanTable, line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
@@ -76,6 +78,7 @@ class PlanTrials(TrialRunner):
     run_line: CommandLine
     notes: list[str] = field(default_factory=list)
     _shards: bool = True
+    _calm: CalmTrials = field(default_factory=lambda: CalmTrials(os.cpu_count() or 1))
 
     def run(self) -> int:
         """Run the trials, print the plan, and return the exit status."""
@@ -88,7 +91,7 @@ class PlanTrials(TrialRunner):
         except (StoppedPlanError, KeyboardInterrupt):
             return self._stopped()
         offers = [offer for device in self.devices for offer in self._offers(device, plain, again, table)]
-        self.notes += small_devices(self.devices, plain, again, offers)
+        self.notes += [*small_devices(self.devices, plain, again, offers), *self._calm.notes()]
         return self._report(table, offers)
 
     @property
@@ -146,25 +149,36 @@ class PlanTrials(TrialRunner):
             raise StoppedPlanError
         return outcome
 
+    def _timed(
+        self, name: str, sets: tuple[str, ...], layout: LayoutSpec = ALONE
+    ) -> tuple[RunOutcome, list[dict[str, Any]]]:
+        """Run a trial that times steps, again while other programs disturb it. Return the records of its processes."""
+
+        def run() -> tuple[RunOutcome, list[dict[str, Any]]]:
+            outcome = self._trial(name, sets, "costs:{steps}:{folder}", layout)
+            found = [self._record(name, f"rank-{rank}.json") for rank in range(layout.processes)]
+            return outcome, [rank for rank in found if rank]
+
+        return self._calm.calmest(run, lambda found: found[1])
+
     def _costs(self, name: str, sets: tuple[str, ...]) -> RecordedCosts | None:
         """Return what a step takes with some settings; None: the script fails, as the last note says."""
         self._trial(f"fake {name}", sets, "fake:{folder}")
         parts = self._record(f"fake {name}", "parts.json")
         if parts is None or "failed" in parts:
             why = parts["failed"] if parts is not None else "the script ends before its loop"
-            self._note(f"The step cannot be computed with fake tensors ({why}), so real ones were counted.")
+            self.notes.append(f"The step cannot be computed with fake tensors ({why}), so real ones were counted.")
             parts = None
         elif (need := _need(parts)) > _available():
-            self._note(f"The script needs {size(need)} on one process, so no step was computed on this machine.")
+            self.notes.append(f"The script needs {size(need)} on one process, so no step was computed on this machine.")
             return without_steps(parts, PROCESS)
         if parts is not None and not self._is_timed:
             return without_steps(parts, PROCESS)
-        outcome = self._trial(name, sets, "costs:{steps}:{folder}")
+        outcome, ranks = self._timed(name, sets)
         if outcome.exit_status:
-            self._note(self._baseline_fails(outcome) if name == "plain" else reason_of(outcome)[0])
+            self.notes.append(self._baseline_fails(outcome) if name == "plain" else reason_of(outcome)[0])
             return None
-        timed = self._record(name, "rank-0.json")
-        if timed is None or not timed["steps"]:
+        if not ranks or not ranks[0]["steps"]:
             facts = "It left its loop before the first update."
             do = "for step in run.steps(train_set), in the function that is passed to unisono.main"
             raise SettingsError(f"{self.script.name} made no step.", facts, do)
@@ -172,27 +186,27 @@ class PlanTrials(TrialRunner):
             self._trial(f"count {name}", sets, "parts:{folder}")
             parts = self._record(f"count {name}", "parts.json")
             if parts is None or "first" not in parts:
-                self._note("The memory of a micro-batch could not be counted. Memory is not predicted.")
+                self.notes.append("The memory of a micro-batch could not be counted. Memory is not predicted.")
                 parts = None
-        return costs_of(timed, parts)
+        return costs_of(ranks[0], parts)
 
     def _recomputing(self, plain: RecordedCosts) -> RecordedCosts | None:
         """Return what a step takes if activations are recomputed; None: this changes nothing, as a note says."""
         if plain.recompute != "none":
-            self._note(f"All placements recompute activations: the script has {RECOMPUTE}={plain.recompute}.")
+            self.notes.append(f"All placements recompute activations: the script has {RECOMPUTE}={plain.recompute}.")
             return None
         found = self._costs("recompute", (f"{RECOMPUTE}=full",))
         if found is None:
-            self._note(f"{RECOMPUTE}=full is not possible: {self.notes.pop()}")
+            self.notes.append(f"{RECOMPUTE}=full is not possible: {self.notes.pop()}")
             return None
         if found.rounds is None or plain.rounds is None:
-            self._note(f"{RECOMPUTE}=full is not compared, because the activations could not be counted.")
+            self.notes.append(f"{RECOMPUTE}=full is not compared, because the activations could not be counted.")
             return None
         before, after = plain.rounds.activations, found.rounds.activations
         if after >= before:
             layers = "" if plain.rounds.layers.keys() - {""} else ": no layers of the model were found"
             words = f"a micro-batch keeps {size(after)} of activations with it and {size(before)} without{layers}"
-            self._note(f"{RECOMPUTE}=full is left out, because it saves no memory here ({words}).")
+            self.notes.append(f"{RECOMPUTE}=full is left out, because it saves no memory here ({words}).")
             return None
         return found
 
@@ -219,19 +233,17 @@ class PlanTrials(TrialRunner):
         """Return what steps of a placement took; None: it does not fit this machine, or fails."""
         count, layout = placement.processes, LayoutSpec(placement.layout)
         if plain.rounds is not None and (need := count * memory_of(plain, placement).total) > _available():
-            self._note(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
+            self.notes.append(f"{count} processes need {size(need)} ({layout}), so no step of them was computed.")
             return None
         name = str(placement)
         sets = (f"{RECOMPUTE}=full",) if placement.recompute else ()
-        outcome = self._trial(name, sets, "costs:{steps}:{folder}", layout)
+        outcome, ranks = self._timed(name, sets, layout)
         if outcome.exit_status:
-            self._note(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
+            self.notes.append(f"parallel.{layout} is not possible: {first_line(reason_of(outcome)[0])}")
             self._shards = self._shards and placement.shards == 1
             return None
-        found = [self._record(name, f"rank-{rank}.json") for rank in range(count)]
-        ranks = [rank for rank in found if rank]
         if len(ranks) < count or len({len(rank["steps"]) for rank in ranks}) > 1:
-            self._note(f"A process of {count} died ({layout}), so their time is not known.")
+            self.notes.append(f"A process of {count} died ({layout}), so their time is not known.")
             return None
         seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, placement))
         return Together(seconds, max(rank["memory"]["peak"] for rank in ranks))
@@ -242,10 +254,9 @@ class PlanTrials(TrialRunner):
         for count in VIRTUAL_RANKS:
             if count > plain.samples:
                 break
-            outcome = self._trial(f"virtual {count}", (f"virtual_ranks={count}",), "costs:{steps}:{folder}")
-            timed = self._record(f"virtual {count}", "rank-0.json")
-            if not outcome.exit_status and timed is not None and timed["steps"]:
-                seconds = costs_of(timed, None).step_seconds
+            outcome, ranks = self._timed(f"virtual {count}", (f"virtual_ranks={count}",))
+            if not outcome.exit_status and ranks and ranks[0]["steps"]:
+                seconds = costs_of(ranks[0], None).step_seconds
                 assert seconds is not None
                 found[count] = seconds
         return found
@@ -275,9 +286,6 @@ class PlanTrials(TrialRunner):
         raise SettingsError(f"No placement fits in --memory {size(self.limit)}.", facts, str(do))
 
     # -- the report
-
-    def _note(self, text: str) -> None:
-        self.notes.append(text)
 
     def _facts(self, status: int) -> dict[str, Any]:
         return {"steps": self.steps, "notes": self.notes}

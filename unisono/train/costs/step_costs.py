@@ -1,6 +1,7 @@
 """Measure the steps of a run: the time of each phase, and the memory of this process.
 
     FOLDER/rank-N.json    {"steps": [{"forward": seconds, ...}, ...], "memory": {"start": bytes, "peak": bytes}, ...}
+    "cpu"                 the CPU time of the machine and of this process while steps were timed
 
 The memory of a process on a CPU is its resident memory, shared memory counted once, over all processes that map it.
 Resident memory at the beginning of the first step is that of Python, torch, the data and the model.
@@ -26,6 +27,7 @@ from unisono.costs.recorded_costs import WARM_UP
 from unisono.errors import RunStopped
 from unisono.security.file_modes import make_folder, write_text
 from unisono.train.context import Inspection, LoopParts, RunContext
+from unisono.train.costs.cpu_time import CpuTime
 from unisono.train.extensions import Extension
 from unisono.train.step_state import StepState
 
@@ -57,6 +59,7 @@ class StepCosts(Extension):
         self._began = self._changed = 0.0
         self._waited = 0.0
         self._memory = {"start": 0, "peak": 0}
+        self._cpu = CpuTime()
         phases.observe(self._on_phase)
 
     def _on_phase(self, left: str, _: str) -> None:
@@ -76,6 +79,8 @@ class StepCosts(Extension):
         if step.number == 0:
             gc.collect()
             self._memory["start"] = reset_peak(self._context.device)
+        if step.number == WARM_UP:
+            self._cpu = CpuTime()
         self._context.group.barrier()
         self._seconds.clear()
         self._rounds, self._waited = 0, phases.CommWait.seconds
@@ -107,7 +112,7 @@ class StepCosts(Extension):
 
     def _write(self) -> None:
         """Write the record. It loads what a process that shards a model loads, so all memory is measured before."""
-        before = _kilobytes(STATUS, "VmRSS")
+        cpu, before = self._cpu.read(), _kilobytes(STATUS, "VmRSS")
         from unisono.train.costs.memory_parts import lengths, state_bytes
 
         self._memory["shard_imports"] = max(0, _kilobytes(STATUS, "VmRSS") - before) * 1024
@@ -115,6 +120,7 @@ class StepCosts(Extension):
         content = {
             "steps": self._steps,
             "memory": self._memory,
+            "cpu": cpu,
             "device": context.device.type,
             "state": state_bytes(context.models.modules, self._parts.checks.steppers, context.settings),
             "micro_batches": [len(order.micro_bounds(0, v)) for v in range(order.virtual_ranks)],
