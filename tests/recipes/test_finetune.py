@@ -47,6 +47,7 @@ def test_two_processes_and_a_resume_on_three_match_one(tmp_path: Path, reference
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft calls the older name
 def test_quality_of_the_defaults(tmp_path: Path) -> None:
     """The adapter must be far better than the base model, and peft loads it."""
     result, _ = train_recipe("finetune", tmp_path / "run", 2, sets={})
