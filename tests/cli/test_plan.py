@@ -177,7 +177,7 @@ def test_a_plan_lists_what_fits(tmp_path: Path, needs: str, capsys: pytest.Captu
 def test_other_programs_that_use_the_cores_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
-        assert main(["plan", script(tmp_path), "--ranks", "2", "--json"]) == 0
+        assert main(["plan", script(tmp_path), "--ranks", "2", "--json", "--set", "steps=9"]) == 0
     finally:
         for other in others:
             other.kill()
