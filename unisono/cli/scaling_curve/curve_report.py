@@ -17,7 +17,7 @@ REMEDIES = {
     "compute": "Processes share cores, caches and memory bandwidth: fewer processes with more threads may be as fast.",
     "uneven": "Virtual ranks are not divided evenly, or a process is slower: choose a number of processes that divides "
     "virtual_ranks.",
-    "data": "--set workers=2 loads batches in other processes.",
+    "data": "--set loader.workers=2 loads batches in other processes.",
     "exchange": "A larger batch has fewer messages for each sample; `unisono bench` measures the links.",
     "update": "Each process updates all parameters: --set parallel.shard=N divides them among N processes.",
     "other": "",
