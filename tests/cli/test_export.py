@@ -70,7 +70,7 @@ def test_several_models_have_prefixes(tmp_path: Path, capsys: pytest.CaptureFixt
     load_model(torch.nn.Linear(2, 2), alone)
     capsys.readouterr()
     assert main(["export", str(checkpoint), str(tmp_path / "x"), "--model", "another"]) == 2
-    assert "there are one, other." in capsys.readouterr().err
+    assert "Its models are one, other." in capsys.readouterr().err
 
 
 def test_tied_tensors_are_written_once() -> None:

@@ -65,6 +65,6 @@ def test_what_is_not_understood_is_refused_with_its_line(name: str) -> None:
 
 
 def test_files_that_are_no_training_scripts() -> None:
-    assert refused("def f(:\n").startswith("Line 1: this is no Python.")
+    assert refused("def f(:\n").startswith("Line 1: this is not valid Python.")
     assert "calls no backward" in refused("import torch\n")
     assert "is a script of Unisono already" in refused("import unisono\n" + SCRIPT)

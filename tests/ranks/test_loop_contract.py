@@ -302,7 +302,7 @@ BREACHES = {
     ),
     "a loader": Breach(lambda run: train(run, data=DataLoader(Stream())), "a DataLoader.*loader.dataset.*--set batch"),
     "a generator": Breach(lambda run: train(run, data=iter([])), "DataError: .* list_iterator.*lacks __len__"),
-    "nothing trains": Breach(lambda run: train(run, make=frozen), "none of their parameters needs a gradient"),
+    "nothing trains": Breach(lambda run: train(run, make=frozen), "none of the parameters needs a gradient"),
     "nothing placed": Breach(not_placed, "No model was placed.*model = run.place"),
     "another's parameters": Breach(
         lambda run: train(run, make=optimizer_of_another_model), r"1 of its .* shape \(7, 7\).*run\.place"

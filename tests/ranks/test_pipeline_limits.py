@@ -230,6 +230,6 @@ def train_thawing(run: Run[Any]) -> Any:
 def test_a_stage_may_be_frozen_for_some_steps(tmp_path: Path, schedule: Any) -> None:
     (alone,) = run_ranks(attempt, 1, tmp_path / "1", train_thawing, UNEVEN)
     assert isinstance(alone, list), alone
-    assert "none of their parameters needs a gradient" in alone[3]
+    assert "none of the parameters needs a gradient" in alone[3]
     config = replace(UNEVEN, parallel=ParallelSettings(pipeline=2, schedule=schedule))
     assert run_ranks(attempt, 2, tmp_path / "2", train_thawing, config) == [alone] * 2

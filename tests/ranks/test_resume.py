@@ -216,7 +216,7 @@ MISFITS: dict[str, tuple[Callable[[World, Path], Any], list[str]]] = {
             "resume with the script that began",
         ],
     ),
-    "a name": (saved_and_resumed(other_name), ["Error: Cannot resume 'net'", "That holds model, optimizer."]),
+    "a name": (saved_and_resumed(other_name), ["Error: Cannot resume 'net'", "The checkpoint holds model, optimizer."]),
     "the data": (
         saved_and_resumed(lambda run: train(run, data=Numbers(21))),
         ["SettingsError: Cannot resume with 21 samples", "begun with 20", "--accept-change"],

@@ -159,7 +159,7 @@ def _exchange_rows() -> Iterator[Conflict]:
             yield Conflict(STEALING, chosen, "Idle processes take whole virtual ranks, which exchange=tree adds up.")
         if info.loop:
             yield Conflict(NOISE, chosen, "Its processes do not compute the gradient of one batch together.")
-            yield Conflict(REPLANNED, chosen, "Its processes do not make the same steps, so no time is that of all.")
+            yield Conflict(REPLANNED, chosen, "Its processes make different steps, so no step time holds for all.")
         if info.not_recomputed:
             yield Conflict(AUDIT, chosen, info.not_recomputed)
         if info.has_section:

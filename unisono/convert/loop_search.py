@@ -169,7 +169,7 @@ def _training_loop(facts: Facts, host: Any, loops: list[Any], batches: Any) -> T
         raise facts.refuse(batches, "the loop over batches is not directly in the loop over epochs.", BY_HAND)
     for loop in (epochs, batches):
         if loop is not None and loop.orelse is not None:
-            raise facts.refuse(loop.orelse, "a loop has an else.", "move these lines behind the loop.")
+            raise facts.refuse(loop.orelse, "a loop has an else.", "move these lines after the loop.")
     for each in walk(batches):
         if isinstance(each, cst.Break | cst.Return):
             do = "leave it out: --set steps=N ends a run after N steps, and run.stop() after the current one."

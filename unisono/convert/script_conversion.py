@@ -90,7 +90,7 @@ def convert(source: str, name: str, new_name: str, processes: int | None = None)
     except cst.ParserSyntaxError as error:
         facts = f"{error.message} It is: {(source.splitlines() or [''])[error.raw_line - 1].strip()[:80]}"
         raise SettingsError(
-            f"Line {error.raw_line}: this is no Python.", facts, f"python -m py_compile {name}"
+            f"Line {error.raw_line}: this is not valid Python.", facts, f"python -m py_compile {name}"
         ) from None
     lines = Lines(module)
     first = Facts.of(module, lines)

@@ -253,7 +253,7 @@ def require_quantization(kind: str, name: str, line: str) -> None:
         raise SettingsError(error, fact, do)
     if name == "gguf":
         if kind != "int8":
-            fact = "It would be Q8_0 for int8: blocks of 32 integers that share a scale."
+            fact = "The format gguf has one quantization here, Q8_0 for int8: blocks of 32 integers that share a scale."
             raise SettingsError(
                 f"--format gguf cannot be combined with --quantize {kind}.",
                 fact,

@@ -117,7 +117,7 @@ def _architecture(model: torch.nn.Module) -> str:
     """Return the name of the architecture in gguf."""
     name = type(model).__name__
     if name not in ARCHITECTURES or not type(model).__module__.startswith("transformers."):
-        raise _refused(model, f"llama.cpp's classes that are known here are {', '.join(ARCHITECTURES)}.")
+        raise _refused(model, f"The supported classes of transformers are {', '.join(ARCHITECTURES)}.")
     config: Any = model.config
     activation = config.hidden_act if name.startswith("Llama") else config.activation_function
     wanted = ("silu", "swish") if name.startswith("Llama") else ("gelu_new", "gelu_pytorch_tanh")
@@ -221,7 +221,7 @@ def _add_tokenizer(writer: Any, request: ExportRequest, model: Any) -> str:
     before = known.get("pre_tokenizer") or {}
     if known["model"].get("type") != "BPE" or before.get("type") != "ByteLevel" or not before.get("use_regex", True):
         writer.add_tokenizer_model(NO_TOKENIZER)
-        return "none: of tokenizers, only byte-level BPE with the pattern of GPT-2 is written to GGUF"
+        return "none: only byte-level BPE tokenizers with the pattern of GPT-2 are written to GGUF"
     added = {entry["id"]: entry for entry in known["added_tokens"]}
     texts = {number: text for text, number in tokenizer.get_vocab().items()}
     kinds = []

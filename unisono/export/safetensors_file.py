@@ -65,8 +65,9 @@ def export(
     folder = load.complete_checkpoint(path, "Cannot export the weights in {}.", accept, note)
     names = load.metadata_of(folder)["models"]
     if model is not None and model not in names:
-        fact = f"It tracks no model {model!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names) or 'none'}."
-        raise SettingsError(f"--model {model}", fact, f"--model {names[0]}" if names else "run.track(model=model)")
+        fact = f"Its models are {', '.join(names) or 'none'}."
+        do = f"--model {names[0]}" if names else "run.track(model=model)"
+        raise SettingsError(f"The run tracks no model {model!r}.", fact, do)
     checkpoint = load.load(folder, only=names if model is None else [model])
     load.release(folder)
     states = checkpoint.states

@@ -512,7 +512,7 @@ class Step:
         return NotFiniteError(
             f"Step {number} has a gradient that is not finite, with a loss of {self._state.loss:g}.",
             f"{found} such elements.",
-            "look for a division by zero, sqrt or log at 0 behind that parameter, or lower the learning rate; "
+            "look for a division by zero, sqrt or log at 0 after that parameter, or lower the learning rate; "
             f"to see where it comes from: {self._parts.checks.replay_command(number)}",
         )
 

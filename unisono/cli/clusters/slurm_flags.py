@@ -33,7 +33,7 @@ class JobFlags:
         Do not queue the job again after the failure of a node, a preemption or the time limit.
     array
         Indices of an array of jobs, each a run of its own: 0-7, or 0-15%4 for four at once. In settings, in the run
-        directory and behind --, %a is the index: --set seed=%a.
+        directory and after --, %a is the index: --set seed=%a.
     gpus_per_node
         GPUs on each node: 8, or a100:8.
     cpus_per_task

@@ -95,7 +95,7 @@ def export(
     folder
         A run directory, for its newest complete checkpoint, or a checkpoint.
     out
-        The file to write; a folder for the format hf.
+        The file to write; a folder for the formats hf and peft.
     kind
         safetensors: weights. torch: a program of torch.export. aoti: compiled by AOTInductor for this processor. onnx.
         executorch: for its runtime. hf: a folder that from_pretrained of transformers loads; adapters of peft are

@@ -108,7 +108,7 @@ class ProgramExportRun(Verification):
                 f"The exported {known['class']} computes other values than the model.",
                 f"The outputs differ by {report['relative']:.1e}, relative to their norm; {self.format} is allowed "
                 f"{bound:.0e}.",
-                "a model that draws random numbers in eval mode cannot be exported; --format safetensors can.",
+                "--format safetensors for the weights, if the model draws random numbers in eval mode.",
             )
         if evaluates:
             report |= self._quality(checkpoint, program)
@@ -198,7 +198,7 @@ class ProgramExportRun(Verification):
         return found
 
     def _unusable(self, fact: str) -> CheckpointError:
-        error = f"The program was written, and a fresh process cannot use it: nothing is at {self.out}."
+        error = f"A fresh process cannot use the exported program. {self.out} was not written."
         return CheckpointError(
             error, fact, "--format hf for a model of transformers, --format safetensors for the weights"
         )

@@ -323,7 +323,7 @@ def _write_error(plan: ShardPlan, error: OSError, done: int, count: int) -> Data
     return DataError(
         f"Cannot write shards into {plan.out}.",
         f"{error.strerror}.{where}",
-        "make room, or give another folder. The same command continues behind the shards that are done.",
+        "make room, or give another folder. The same command writes the shards that are missing.",
     )
 
 

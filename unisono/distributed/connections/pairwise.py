@@ -70,7 +70,7 @@ def combine_of(op: Any) -> Combine:
     for known, combine in COMBINE:
         if op == known:
             return combine
-    raise RuntimeError(f"The back end tls does not support the reduction {op}")
+    raise RuntimeError(f"The back ends tcp and tls do not support the reduction {op}")
 
 
 def _combined(rows: Sequence[torch.Tensor], op: Any) -> torch.Tensor:

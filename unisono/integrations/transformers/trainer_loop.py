@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from transformers.trainer_utils import EvalPrediction
 from transformers.training_args import OptimizerNames
 
+from unisono.config import plural
 from unisono.errors import LoopError
 from unisono.integrations.transformers.collation import ColumnCollator, base_of, trainer_collator
 from unisono.integrations.transformers.model_loss import IGNORED, ModelLoss
@@ -234,7 +235,7 @@ def _refuse(run: Run[Any], model: Any) -> None:
     if not any(each is model for each in placed):
         raise LoopError(
             f"train got a {type(model).__name__} that is not placed.",
-            f"{len(placed)} models were placed.",
+            f"{plural(len(placed), 'model was', 'models were')} placed.",
             "model = PretrainedWeights(FOLDER).place(run), or run.place(lambda: AutoModelForCausalLM.from_config(c))",
         )
     if run.context.mesh.context.size > 1:

@@ -250,7 +250,7 @@ def _better_batch(order: BatchOrder, last: int) -> str:
     known = range(2, 2 * (order.batch + order.virtual_ranks) + 1)
     for batch in sorted(known, key=lambda b: abs(b - order.batch)):
         if replace(order, batch=batch).smallest(last) > 1:
-            return f"--set batch={batch}, or fewer --set virtual_ranks, or GroupNorm."
+            return f"--set batch={batch}, or fewer virtual_ranks, or GroupNorm."
     for fewer in range(order.virtual_ranks - 1, 0, -1):
         if replace(order, virtual_ranks=fewer).smallest(last) > 1:
             return f"--set virtual_ranks={fewer}, or GroupNorm."

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_map
 
 from unisono.checkpoint.sharded_state import fill_module, gather_tensor
+from unisono.config.wording import plural
 from unisono.data import alignment
 from unisono.distributed.mesh import Mesh
 from unisono.errors import LoopError
@@ -210,10 +211,11 @@ class Models:
 
     def nothing_trains_error(self) -> LoopError:
         """Return the error for a run in which no parameter trains."""
-        placed = f"{len(self.modules)} models were placed, and none of their parameters needs a gradient."
+        placed = plural(len(self.modules), "model was", "models were")
+        without = f"{placed} placed, and none of the parameters needs a gradient."
         return LoopError(
             "No parameter requires a gradient.",
-            placed if self.modules else "No model was placed, so there is nothing to train.",
+            without if self.modules else "No model was placed, so there is nothing to train.",
             "place the model that trains: model = run.place(lambda: Net()).",
         )
 

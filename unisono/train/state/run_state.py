@@ -137,7 +137,7 @@ class RunState:
             there = checkpoint.states.keys() - {RANDOM, SCALE, NOISE, EXCHANGE, ATTRIBUTES, LAYOUT}
             raise CheckpointError(
                 f"Cannot resume {name!r}: it is not in {checkpoint.path}.",
-                f"That holds {', '.join(sorted(there)) or 'nothing'}.",
+                f"The checkpoint holds {', '.join(sorted(there)) or 'nothing'}.",
                 "track the same names as the run that saved it, or start a new run in another --run-dir.",
             )
         state = checkpoint.states[name]

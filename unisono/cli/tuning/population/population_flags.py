@@ -31,7 +31,7 @@ OF_TRIALS = {
     "--trials": "A population has one run for each member.",
     "--round-size": "A generation is a round of all members.",
     "--sampler": "Members draw their first settings at random, and perturb those of better members.",
-    "--pruner": "A member that falls behind copies a better one, in place of an end.",
+    "--pruner": "A member that falls behind copies a better one, and does not end.",
     "--storage": "The state of a population is in the run directories of its members.",
     "--no-move": "Members do not move.",
 }
