@@ -1,7 +1,7 @@
 """The settings of a run: frozen, keyword-only dataclasses, and the one way to load them.
 
 A script's own class adds fields and changes defaults; a TOML file overrides the script, and `--set key=value` overrides
-the file. Every value keeps its source, and all problems are reported together, before any process starts.
+the file. Every value keeps its source, and all problems are reported together, before training starts.
 
     @dataclass(frozen=True, kw_only=True)
     class Settings(unisono.Settings):

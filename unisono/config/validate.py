@@ -1,4 +1,4 @@
-"""Everything that is wrong with a request for a run, found before any process starts."""
+"""Everything that is wrong with a request for a run, found before training starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find everything that is wrong with a request for a run, before any process of the run starts.
+"""Find what is wrong with a request for a run, before any process of the run starts.
 
 Most of it follows from the command line, the settings file and the settings that every run has. The script's own
 settings are known once the script runs: one process runs it up to `unisono.main`, which reports its settings and the
