@@ -67,7 +67,7 @@ class WorldError(UnisonoError):
 
 
 class UnreachableHostError(WorldError):
-    """A host name cannot be resolved, so processes cannot connect. It is reported without a traceback."""
+    """A host cannot be reached, or its name does not resolve. It is reported without a traceback."""
 
 
 class CertificateError(WorldError):
@@ -83,7 +83,7 @@ class LoopError(UnisonoError):
 
 
 class NotFiniteError(LoopError):
-    """A loss or a gradient has an element that is infinite or no number, on all processes."""
+    """A loss or a gradient has an element that is infinite or NaN, on all processes."""
 
 
 class CheckpointError(UnisonoError):
@@ -128,7 +128,10 @@ class RankFailedError(UnisonoError):
 
 
 class RunStopped(BaseException):
-    """A signal stopped the run, and its state is saved. It is no Exception, so `except Exception` does not catch it."""
+    """End the loop early: a signal stopped the run and its state is saved, or an inspection has its result.
+
+    It is not an Exception, so `except Exception` does not catch it.
+    """
 
 
 CONNECTION_SIGNS = (

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: a folder, or a URL of any protocol that fsspec supports (s3://bucket/run). No torch.
+"""Storage of checkpoints: a folder, or a URL with one of SCHEMES, which fsspec opens (s3://bucket/run). No torch.
 
 Both hold the files that manifest.py lists, and in both a checkpoint is complete or does not exist:
 
@@ -275,7 +275,7 @@ def _filesystem(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         )
     try:
         fs, root = fsspec.core.url_to_fs(url, **options)
-    except Exception as error:  # a missing package, an unknown protocol, credentials
+    except Exception as error:  # a missing package, credentials
         missing = isinstance(error, ImportError) and protocol in PACKAGES
         remedy = f"pip install '{PACKAGES[protocol]}'" if missing else "--set checkpoint.dir=FOLDER, or another URL."
         raise CheckpointError(

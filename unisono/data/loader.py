@@ -106,7 +106,7 @@ class MicroBatchDataset(Dataset[Any]):
         self.never_draws = self.rows or type(data) is IndexDataset
 
     def __getitem__(self, task: FetchTask) -> Fetched:
-        """For a worker: return the batch, and the states of the generators if the fetch drew from them."""
+        """Return the batch for a DataLoader, and the states of the generators; None if a worker's fetch drew none."""
         if self.rows:
             return read_rows(self.data, task.samples), None
         if get_worker_info() is None:

@@ -8,10 +8,11 @@
 The key is the secret of the run, the function HMAC-SHA256 (RFC 2104). Each nonce is 32 random bytes, so a recorded
 proof is of no use on another connection. The role is part of the proof, so an end cannot send back what it has
 received. The purpose keeps a proof for one kind of port from another. The end that connects proves first: a stranger
-that connects receives random bytes only. All messages have a fixed length, and proofs are compared in constant time.
+that connects receives the name of the protocol and random bytes only. All messages have a fixed length, and proofs are
+compared in constant time.
 
-The handshake decides who may speak. It does not encrypt what follows: an attacker that can change packets between two
-hosts can wait for the proof, and use the connection then.
+The handshake decides which programs may speak. It does not encrypt what follows: an attacker that can change packets
+between two hosts can wait for the proof, and use the connection then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start all processes of a run on this host."""
+"""Start all processes of a run, on this host or on several."""
 
 from __future__ import annotations
 

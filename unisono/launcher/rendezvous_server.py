@@ -285,7 +285,7 @@ class RendezvousServer:
             self.keys.serve(connection, message)
 
     def _release(self, connection: Connection) -> None:
-        """Remove a member that has reached its regular end, like all others."""
+        """Remove a member that has reached its regular end."""
         assert connection.number is not None
         if self.members.get(connection.number) is connection:
             del self.members[connection.number]

@@ -1,4 +1,4 @@
-"""Supervise the processes of a run on this host: their output, their failures, their end.
+"""Supervise the processes of a run, on this host and on others: their output, their failures, their end.
 
     launcher ──stdin (ends when the launcher dies)──▶ process ──stdout+stderr──▶ launcher ──▶ log/rank-N.log
                                                          │                          └─(rank 0)─▶ the screen

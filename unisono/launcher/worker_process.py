@@ -159,7 +159,7 @@ class WorkerFailure(NamedTuple):
 
     @property
     def is_death(self) -> bool:
-        """Whether a process died by a signal, rather than failed with an exception.
+        """Whether a process died by a signal of CRASHES, rather than failed with an exception.
 
         PeerLostError is the exception of a process that could not continue without one that died.
         """

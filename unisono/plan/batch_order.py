@@ -126,7 +126,7 @@ class BatchOrder:
         return self.part(epoch, 0, self.length)
 
     def part(self, epoch: int, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return positions [start, stop) of that order. The last two epochs or blocks are cached."""
+        """Return positions [start, stop) of the order of an epoch. The last two epochs or blocks are cached."""
         if self.mixing is not None:
             return self._mixed(epoch, start, stop)
         if not self.shuffle:

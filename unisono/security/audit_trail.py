@@ -1,6 +1,6 @@
 """The record of joins, losses, refusals and stops of a run, in which each line holds the hash of the line before.
 
-    {"n": 0, "t": 1790000000.1, "event": "start", ..., "before": sha256 of nothing}
+    {"n": 0, "t": 1790000000.1, "event": "begin", ..., "before": sha256 of nothing}
     {"n": 1, "t": 1790000000.2, "event": "join", ..., "before": sha256 of line 0}
 
 A line that is removed, changed, moved or added does not fit the hash in the next line, or its own hash does not fit the

@@ -113,6 +113,8 @@ class RunContext:
     """The objects that the parts of a run share.
 
     settings         the script's settings for this run
+    world            this process's place in the run
+    run_dir          the run directory
     group            all processes of the run
     mesh             the mesh of the processes that train together
     models           the placed models

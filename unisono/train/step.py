@@ -52,10 +52,12 @@ FROM_SETTINGS: Any = FromSettings()
 class StepParts(NamedTuple):
     """The parts of a step: the same objects for all steps of a run.
 
+    models     the placed models
     source     the source of micro-batches
     sync       completes gradients
     checks     checks that the loop keeps its contract
     step_sync  adds up sums and flags
+    scale      the loss scale of fp16
     recovery   continues the step when a peer dies
     hooks      the hooks of the extensions
     periodic   whether this process runs the code that is due every n steps; otherwise another process runs it
@@ -102,7 +104,7 @@ class Step:
 
     @property
     def counts(self) -> bool:
-        """Return whether this round counts. A round that is repeated to verify the promise does not."""
+        """Whether this round counts. A round that is repeated to verify the promise does not."""
         place = self._state.place
         return place is None or not place.spare
 
@@ -485,13 +487,16 @@ class Step:
         return stack
 
     def every(self, n: int) -> bool:
-        """Return whether this is the n-th, 2n-th, ... step of the run (counting from 1), or the last one."""
+        """Return whether this is the n-th, 2n-th, ... step of the run (counting from 1), or the last one.
+
+        With asynchronous parameter servers it returns True on the first server only.
+        """
         following = self._state.number + 1
         return self._parts.periodic and (following % n == 0 or following == self._parts.checks.last)
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this is the last step of its epoch, or of the run."""
+        """Whether this is the last step of its epoch, or of the run. It depends on the process as `every` does."""
         checks, following = self._parts.checks, self._state.number + 1
         return self._parts.periodic and (checks.order.epoch(following) != self.epoch or following == checks.last)
 

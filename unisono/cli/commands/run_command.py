@@ -1,4 +1,4 @@
-"""unisono run: train a recipe or a script in several processes on this host."""
+"""unisono run: train a recipe or a script in one or more processes, on one or more hosts."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def launched(
         cpu_ranks: the number of processes that compute on the CPU.
         no_dry_run: whether the dry run is skipped.
         watch: whether the report is served.
-        places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
+        places: returns a block in which the hosts of the run are ready. Called if nothing is wrong with the request.
     """
     remember(dict(assignment.split("=", 1) for assignment in request.sets if "=" in assignment))
     count = sizes.usual

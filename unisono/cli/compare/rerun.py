@@ -1,4 +1,4 @@
-"""Run the script of an earlier run again, for `unisono replay` and `unisono audit`.
+"""Run the script of an earlier run again, for `unisono replay`, `audit`, `export`, `predict` and others.
 
 A run directory holds everything that this needs: the script's path and arguments (environment.json), the settings
 (settings.toml), and checkpoints. The new run gets a run directory in a temporary folder, with a link to the checkpoint

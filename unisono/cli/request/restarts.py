@@ -85,9 +85,10 @@ def run_with_restarts(
 ) -> RunOutcome:
     """Run the script, and restart all processes whenever one has died and the others could not continue.
 
-    screen, columns, say  as for `local_launch.run`
-    hosts                 the hosts on which the processes run; None: this one
-    audit                 records the processes that join and leave
+    screen, columns  as for `local_launch.run`
+    say              its argument `verbose`
+    hosts            the hosts on which the processes run; None: this one
+    audit            records the processes that join and leave
     """
     emergency_dump.clear(run_dir)
     reached, failures, count = _saved(run_dir), 0, ranks.usual

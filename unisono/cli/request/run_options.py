@@ -54,7 +54,7 @@ class RunRequest:
     accept_change: Annotated[tuple[str, ...], Parameter(metavar="FIELD", show_default=False, group=WHAT)] = ()
     run_dir: Annotated[Path | None, Parameter(metavar="DIR", group=WHERE)] = None
     json: Annotated[bool, Parameter(show_default=False, group=WHERE)] = False
-    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]ARGUMENTS, for check, prove, replay and audit
+    trace: Annotated[str, Parameter(show=False)] = ""  # [KIND:]ARGUMENTS, for verbs that inspect a run
     faults: Annotated[tuple[str, ...], Parameter(name="--fault", show=False)] = ()  # as in testing/fault_spec.py
     describe: Annotated[Path | None, Parameter(show=False)] = None  # the file for a report on the script's settings
     typed: Annotated[str, Parameter(show=False)] = ""  # the command as the user typed it, for messages

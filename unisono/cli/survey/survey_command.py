@@ -43,7 +43,11 @@ def doctor_job(
     """Examine the hosts of the job in which this process is. Rank 0 prints. Return the exit status.
 
     Args:
+        world: this process's place in the job.
+        script: the script that must be the same on all hosts; None: none.
+        run_dir: the folder for runs, which all hosts must see; None: the default.
         examine: examines this host, and yields findings: level, what was examined, what was found, and what to type.
+        json: print the survey as JSON.
     """
     from unisono.cli.survey.job_survey import examine_job  # here, because it loads torch
 

@@ -1,9 +1,9 @@
 """Ask Optuna for the trials of a round, and whether a trial is pruned, as functions of earlier rounds alone.
 
 For each round, the study is built anew in memory from the trials of earlier rounds, with a sampler whose seed follows
-from the seed of the study and the number of the round. So neither the order in which trials end, nor a restart of the
-command changes a draw. What samplers and pruners store besides a trial's parameters (system attributes) is stored with
-the trial.
+from the seed of the study and the number of earlier trials. So neither the order in which trials end, nor a restart of
+the command changes a draw. What samplers and pruners store besides a trial's parameters (system attributes) is stored
+with the trial.
 
 A pruner compares a trial with those of earlier rounds. Trials of the same round are there without any value.
 """

@@ -44,6 +44,7 @@ class ActiveTrial:
         moves: The number of processes on which it continues; 0: it was not stopped for a move.
         stopped: The time of the signal that stopped it for a move, in seconds since 1970; 0: the move was measured.
         timed: The time of the newest beginning that was measured.
+        reports: The values that were judged, as (step, value).
     """
 
     number: int
@@ -74,7 +75,8 @@ class StudyRun:
         request: The flags of all trials.
         report: The script's own report.
         trials: The number of trials.
-        processes: The number of processes of the study, and `at_once`, the largest number of trials side by side.
+        processes: The number of processes of the study.
+        at_once: The largest number of trials side by side.
         moving: Whether trials continue on processes that become free.
         say: Prints a line.
         line: The typed command, for messages.

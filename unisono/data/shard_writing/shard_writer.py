@@ -6,7 +6,7 @@
     OUT/index.json            is written when all are done; then .unfinished.json is removed
 
 Which samples are in which shard is planned before the first one is written, from names and sizes. So a command that was
-killed continues behind the last shard that is done, and the same folder gives the same bytes.
+killed continues with the shards that are missing, and the same folder gives the same bytes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the shards that an earlier command has finished; those whose size is another one are written again."""
+        """Read the shards that an earlier command has finished. A shard with another size is written again."""
         about = parse(self.path.read_bytes()) or {} if self.path.exists() else {}
         self.done = {name: shard for name, shard in about.get("done", {}).items() if self._is_there(name, shard)}
 
@@ -241,7 +241,7 @@ class _Hashed:
 
 
 def _write_one(plan: ShardPlan, name: str, samples: Sequence[SourceSample]) -> tuple[ShardEntry, list[str]]:
-    """Write one shard, and return what it is, and its bad files. It is left out if there are some."""
+    """Write one shard. Return its entry, and its bad files: with `skip_bad` they are left out, else the shard is."""
     partial = plan.out / f".{name}.partial"
     offsets: TarOffsets | LineOffsets = LineOffsets() if plan.kind == "jsonl" else TarOffsets()
     problems: list[str] = []

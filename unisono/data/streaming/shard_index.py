@@ -1,6 +1,6 @@
 """The index of a folder of shards, which `unisono shards` writes: what each shard is, and how many samples it has.
 
-index.json              {"format": 1, "kind": "tar", "shards": [{"name", "samples", "bytes", "sha256"}, ...], ...}
+index.json              {"format": 2, "kind": "tar", "shards": [{"name", "samples", "bytes", "sha256"}, ...], ...}
 shard-00000.tar
 shard-00000.tar.json    where the samples of this shard begin
 """

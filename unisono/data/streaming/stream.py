@@ -12,7 +12,7 @@ and the last batch need nothing that other data does not need.
 
 A process reads the samples of its own micro-batches. From a shard with random access (an uncompressed tar, plain lines)
 it reads nothing else. In one without (a compressed file, a streaming data set) it skips the other samples without
-decoding them, and keeps the last `window` that it has skipped.
+decoding them, and keeps the last `window` samples that it has read.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Stream(PreparedDataset):
         text, `json` its value, `npy` a numpy array; any other member stays bytes, for `map`.
 
         Args:
-            urls: paths or URLs that fsspec knows, with {000..099}, {a,b} and *; .gz, .bz2 and .xz are decompressed.
+            urls: paths, or URLs (s3, gs, hf, https, ...), with {000..099}, {a,b} and *; .gz, .bz2 and .xz are
+                decompressed.
             cache: keeps shards at URLs on a local disk.
             more: window, map and counts: see Stream.
         """

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from unisono.config.schema import TreeSettings
 
 BUCKETS = 16
-"""At least so many buckets where links have unlike rates."""
+"""At least this many buckets where links have unlike rates, unless they would be smaller than the next constant."""
 
 SMALLEST_BUCKET_BYTES = 2**20
-"""Buckets of less than this take longer for their messages than they save."""
+"""Smaller buckets cost more time for their messages than they save."""
 
 Leaf = tuple[Node, FlatGradient | LooseGradient]
 """A node of the tree, and the gradient that is being computed for it."""

@@ -106,7 +106,7 @@ class Cluster:
         self.lost: set[str] = set()
         self._remote: dict[int, RemoteHost] = {}  # by the number of the host
         self._awaited: dict[int, AwaitedHost] = {}
-        self._lost: list[RemoteHost] = []  # those that came back
+        self._lost: list[RemoteHost] = []  # the earlier connections of hosts that came back
         self._changing, self._is_closed = threading.Lock(), False
         self._facts: dict[int, Mapping[str, Any]] = {}
         slots = [Slot(host, n) for host, each in enumerate(listed) for n in range(each.slots)]
@@ -233,7 +233,7 @@ class Cluster:
         return {**kept, **({"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name} if name else {})}
 
     def interface(self, host: int) -> str:
-        """Return the network interface of a host that has the address of ssh's connection; "" if it is not known."""
+        """Return the network interface of a host by which launcher and agent are connected; "" if it is not known."""
         routes = [facts["reached_at"] for number, facts in self._facts.items() if number in self._remote]
         if host in self._remote:
             address = (self._facts[host]["reached_at"] or ("", ""))[1]

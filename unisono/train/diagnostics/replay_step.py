@@ -43,6 +43,7 @@ SHOWN = 8
 class ReplayRequest:
     """The step to replay.
 
+    step          the number of the step
     virtual_rank  the only one to compute; None: all of them, and the update
     debug         stop in a debugger when the loop receives its first micro-batch
     file          the file for the record, with one line of JSON for each event
