@@ -111,7 +111,7 @@ def begin_step(number: int) -> None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Run a block in a phase; afterwards the phase around it continues."""
+    """Run a block in a phase; afterward the phase around it continues."""
     before = enter(name)
     try:
         yield

@@ -59,7 +59,7 @@ def test_bench_measures_all_collectives_and_writes_files(command: Command) -> No
     assert report["about"]["ranks"] == len(report["about"]["hosts"]) == 3
     assert report["about"]["back_end"] == "gloo"
     rows = {(row["collective"], row["bytes"]): row for row in report["collectives"]}
-    kinds = [name for name in KINDS if name != "tree_messages" or report["about"]["neighbours"]]
+    kinds = [name for name in KINDS if name != "tree_messages" or report["about"]["neighbors"]]
     assert list(rows) == [(name, size) for name in kinds for size in (1024, 65536)]
     for (name, size), row in rows.items():
         about = -(-size // 12) * 12  # rounded up to a whole number of floats per process

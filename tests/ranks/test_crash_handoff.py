@@ -52,7 +52,7 @@ def train(run: Run[Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dead", "step"), [({1}, 3), ({0, 1}, 0)], ids=["one", "neighbours"])
+@pytest.mark.parametrize(("dead", "step"), [({1}, 3), ({0, 1}, 0)], ids=["one", "neighbors"])
 def test_a_run_that_begins_again_loses_no_step(tmp_path: Path, dead: set[int], step: int) -> None:
     ((state, _),) = run_ranks(work, 1, settings(), tmp_path / "alone", set())
     config = settings(parallel=ParallelSettings(shard=3, replicate_shards=True))

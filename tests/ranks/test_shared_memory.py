@@ -49,9 +49,9 @@ def write_to_each_other(world: World) -> Any:
 def test_one_process_reads_what_another_writes_and_nothing_is_left() -> None:
     ranks = run_ranks(write_to_each_other, 3)
     pids = [pid for *_, pid, _ in ranks]
-    for rank, (found, most, left, _, neighbours) in enumerate(ranks):
+    for rank, (found, most, left, _, neighbors) in enumerate(ranks):
         assert found == [0 if r == rank else 10 + r for r in range(3)]
-        assert neighbours == {r: pids[r] for r in range(3) if r != rank}
+        assert neighbors == {r: pids[r] for r in range(3) if r != rank}
         assert (most, left) == (5, 0)  # three mapped, and our own open twice: for its neighbors, and for torch
 
 
@@ -84,7 +84,7 @@ def refuse(*_: Any) -> int:
 
 def test_processes_without_shared_memory_send_messages_and_a_closed_exchange_frees_all() -> None:
     ranks = run_ranks(some_may_not, 3)
-    assert [neighbours for neighbours, *_ in ranks] == [[2], [], [0]]
+    assert [neighbors for neighbors, *_ in ranks] == [[2], [], [0]]
     tenth = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float32)
     assert [sums for _, sums, _ in ranks] == [[((tenth[0] + (tenth[1] + tenth[2])) / 3.0).item()]] * 3
     # ours, mapped and open twice, and the neighbor's: all released when the exchange is closed, without a collector

@@ -36,12 +36,12 @@ def test_parts_cover_everything_once_and_are_even(count: int, hands: int) -> Non
 
 @quick
 @given(st.integers(0, 500), st.integers(1, 128), st.integers(1, 128))
-def test_a_span_of_parts_gets_an_even_share(count: int, hands: int, neighbours: int) -> None:
+def test_a_span_of_parts_gets_an_even_share(count: int, hands: int, neighbors: int) -> None:
     """Larger parts are spread, so two spans of equal width differ by one item at most."""
-    neighbours = min(neighbours, hands)
+    neighbors = min(neighbors, hands)
     widths = [
-        cut_batch(count, hands, i + neighbours - 1)[1] - cut_batch(count, hands, i)[0]
-        for i in range(hands - neighbours + 1)
+        cut_batch(count, hands, i + neighbors - 1)[1] - cut_batch(count, hands, i)[0]
+        for i in range(hands - neighbors + 1)
     ]
     assert even(widths)
 

@@ -91,7 +91,7 @@ class StagedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        if self.source is not self.target:  # copy once: the caller may write to the target afterwards
+        if self.source is not self.target:  # copy once: the caller may write to the target afterward
             self.target.data.copy_(self.source)  # .data has its own version: autograd sees no change by the loop
             self.source = self.target
 

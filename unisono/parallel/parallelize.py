@@ -76,7 +76,7 @@ def parallelize(
         parallel: The settings.
         plan: How the model is divided along the axis `tensor`: torch's styles by module name, or a plan of the script.
         memory: The files in which the model was built. Their pages are dropped as soon as they are not needed.
-        filled: The ids of parameters and buffers that each process fills afterwards. They are not sent.
+        filled: The ids of parameters and buffers that each process fills afterward. They are not sent.
 
     Returns:
         The layers whose parameters are gathered together, if the model is sharded.

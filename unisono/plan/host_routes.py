@@ -85,7 +85,7 @@ class HostRoutes:
         """Return what a forwarder computes: the additions among the `holders` of its host, and what remains.
 
         Returns:
-            The additions; the terms that remain afterwards; the nodes of the tree that these are.
+            The additions; the terms that remain afterward; the nodes of the tree that these are.
         """
         nodes = [node for rank in self._on[host] for node in self.plan.sends(rank)]
         left = sorted(range(len(nodes)), key=lambda term: nodes[term])

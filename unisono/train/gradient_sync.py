@@ -177,7 +177,7 @@ class GradientSync:
         self.models.busy = True
 
     def synchronize(self, step: StepState, gradient: GradientPass) -> None:
-        """Complete the gradient of a pass: afterwards p.grad is the mean gradient on every process.
+        """Complete the gradient of a pass: afterward p.grad is the mean gradient on every process.
 
         All collectives in here can be repeated until all processes hold the gradient. `commit` follows.
         """

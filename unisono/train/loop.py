@@ -102,7 +102,7 @@ class SyncLoop:
         self.end(parts)
 
     def step(self, context: RunContext, parts: StepParts, state: StepState) -> Iterator[Step]:
-        """Yield one step to the script, and check afterwards that it has its update."""
+        """Yield one step to the script, and check afterward that it has its update."""
         progress, hooks = context.progress, parts.hooks
         for before in hooks.before_step:
             before(state)

@@ -83,7 +83,7 @@ def measure(
         "device": " and ".join(dict.fromkeys(group.all_gather_object(group.device.type))),
         "back_end": dist.get_backend(),
         "torch": torch.__version__,
-        "neighbours": len(group.neighbors) == group.size - 1,
+        "neighbors": len(group.neighbors) == group.size - 1,
     }
     report({"about": about})
     for name in plan["names"]:

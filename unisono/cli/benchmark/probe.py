@@ -38,7 +38,7 @@ def main() -> None:
         "sum_is_right": bool(ones.item() == world.size),
         "latency_seconds": seconds_of(torch.ones(SMALL), 200),
         "bytes_per_second": LARGE * 4 / seconds_of(torch.ones(LARGE), 7),
-        "neighbours": len(build_group(world, torch.device("cpu")).neighbors) == world.size - 1,
+        "neighbors": len(build_group(world, torch.device("cpu")).neighbors) == world.size - 1,
     }
     if world.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(result))

@@ -321,7 +321,7 @@ def _collective() -> Finding:
         measured = json_.loads(result.read_text())
     true = f"all_reduce between two processes: {measured['latency_seconds'] * 1e6:.0f} us for 4 bytes, "
     true += f"{measured['bytes_per_second'] / 1e9:.2f} GB/s for 16 MB; "
-    true += "shared memory works" if measured["neighbours"] else "no shared memory: gradients are sent as messages"
+    true += "shared memory works" if measured["neighbors"] else "no shared memory: gradients are sent as messages"
     if not measured["sum_is_right"]:
         do = f"{sys.executable} -m pip install --force-reinstall torch"
         return Finding("broken", "exchange", "the sum of 1 and 1 over two processes was not 2", do)

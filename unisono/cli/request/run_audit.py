@@ -20,7 +20,7 @@ SEAL = "audit"
 
 @contextmanager
 def audited(run_dir: Path, say: Callable[[str], None]) -> Iterator[Record]:
-    """Record the events of a run during a block, and state afterwards in its result how many there are.
+    """Record the events of a run during a block, and state afterward in its result how many there are.
 
     Args:
         run_dir: the run directory, which this process has locked.

@@ -36,7 +36,7 @@ class SpareRounds(NamedTuple):
     ) -> Iterator[Any]:
         """Yield every micro-batch of a virtual rank of this step.
 
-        Each round starts from the buffers with which the step's own rounds start. Afterwards `p.grad` holds what these
+        Each round starts from the buffers with which the step's own rounds start. Afterward `p.grad` holds what these
         rounds gave, until the caller restores the step's gradients.
 
         Args:
@@ -78,7 +78,7 @@ class SpareRounds(NamedTuple):
 
 @contextmanager
 def gradients_aside(gradient: GradientPass) -> Iterator[None]:
-    """Remove every `p.grad` within this block, and restore it afterwards."""
+    """Remove every `p.grad` within this block, and restore it afterward."""
     params = list({id(p): p for p in [*gradient.leaves, *gradient.params]}.values())
     held = [p.grad for p in params]
     for p in params:

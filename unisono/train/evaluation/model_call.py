@@ -55,7 +55,7 @@ def parts(batch: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def evaluation_mode(models: Sequence[torch.nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Put models in eval mode without gradients within this block, and restore everything afterwards.
+    """Put models in eval mode without gradients within this block, and restore everything afterward.
 
     Yields the function that `restored_rng` yields.
     """

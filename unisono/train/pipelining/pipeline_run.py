@@ -262,7 +262,7 @@ class Pipeline:
     ) -> None:
         """Run the micro-batches of a step forward and backward through the stages.
 
-        Afterwards every stage of this process has given its gradients to the exchange.
+        Afterward every stage of this process has given its gradients to the exchange.
 
         Args:
             exchange: of the step's gradient.

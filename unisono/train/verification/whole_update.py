@@ -41,7 +41,7 @@ class WholeUpdate:
     """One optimizer's step over whole parameters.
 
     Create it before `optimizer.step()`; all processes of `group`, which share the parameters, do so together. Call
-    `differing` afterwards.
+    `differing` afterward.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: ProcessGroup, turn: int) -> None:
