@@ -36,7 +36,7 @@ THREADS, PIECE = 4, 1 << 20
 
 
 class FileLayout(NamedTuple):
-    """The header, the offset of each tensor behind it, and the size of all tensors in bytes."""
+    """The header, the offset of each tensor after it, and the size of all tensors in bytes."""
 
     head: bytes
     places: Mapping[str, int]

@@ -159,7 +159,7 @@ class StepLoop:
         return call is not None and dotted(call.func).endswith(".zero_grad")
 
     def _after(self, node: Any) -> Any:
-        """Return a statement behind the inner loop, in which the loss is that of the step."""
+        """Return a statement after the inner loop, in which the loss is that of the step."""
         loss = self.body.loss
         changed = self.body.with_step_values(node, bare=True) if loss else node
         own = self.body.tainted - {loss} - _assigned_in(changed) - assigned_names(changed)

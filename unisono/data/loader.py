@@ -157,7 +157,7 @@ class Loader:
         schedule: the assignment of virtual ranks.
         slot: which micro-batches are this process's.
         first: the first step.
-        last: the step behind the last one.
+        last: the step after the last one.
         device: where batches are needed.
         collate: as for DataLoader; None: default_collate.
         workers: number of worker processes; 0: this process fetches.

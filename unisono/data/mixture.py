@@ -137,7 +137,7 @@ class Mixture(PreparedDataset):
     def _probe(self, step: int) -> Weights | str:
         try:
             return self.schedule.at(step)
-        except Exception as error:  # a list that is indexed behind the last step of the run, say
+        except Exception as error:  # a list that is indexed after the last step of the run, say
             return type(error).__name__
 
     def layout(self) -> SourceLayout:

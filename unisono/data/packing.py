@@ -308,7 +308,7 @@ def document_mask(document_ids: torch.Tensor, *, causal: bool = True) -> torch.T
 def document_bounds(document_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the bounds of all documents of a batch, and the longest length: cu_seqlens and max_seqlen of kernels.
 
-    The places at which a block is filled up count as a document. The kernels take the blocks one behind the other,
+    The places at which a block is filled up count as a document. The kernels take the blocks one after the other,
     [batch * length].
 
     Args:

@@ -25,7 +25,7 @@ class DeviceAssignment(NamedTuple):
     """The device of each rank on a host.
 
     first_on_cpu      first of the ranks that compute on the CPU, while others use accelerators
-    end_on_cpu        the rank behind the last of these
+    end_on_cpu        the rank after the last of these
     ranks_per_device  number of ranks that share an accelerator
     sees_only_own     whether a process sees no accelerator but its own
     """

@@ -55,7 +55,7 @@ class Processors:
         found: dict[str, Any] = {}
         words = self.files.text("proc/stat").partition("\n")[0].split()
         if len(words) > 8:
-            # user nice system idle iowait irq softirq steal; the guests' time behind them is in user and nice already
+            # user nice system idle iowait irq softirq steal; the guests' time after them is in user and nice already
             ticks = [int(word) for word in words[1:9]]
             total = rates.growth("cpu", sum(ticks))
             shares = {

@@ -6,7 +6,7 @@ no block covers: those after the last block, and those that were in memory when 
     {"bytes":[0,12032],"steps":[0,127],"n":128,"t":[1760000000.1,1760000012.9],"us":[...],"longest":110200,"wait":52000,"cpu":9100000,"gc":0,
      "loss":[2.1,5.6,2.3],"lr":[0.1,0.1,0.1],"samples":8192,"events":[{"t":1760000003.517,"checkpoint":20}]}
 
-    bytes    first byte of the lines in the timeline, and the byte behind the last one
+    bytes    first byte of the lines in the timeline, and the byte after the last one
     steps    the first line's step and the last one's; n: the number of steps
     t        the times of the first and the last line, in seconds since 1970
     us       microseconds in each phase; wait, cpu and gc, as in the timeline

@@ -29,7 +29,7 @@ def mix(*coordinates: int) -> int:
 
 
 def _extend(h: int, x: int) -> int:
-    """Return the key of h's coordinates with x behind them."""
+    """Return the key of h's coordinates with x after them."""
     h = ((h ^ (x & _MASK)) + 0x9E3779B97F4A7C15) & _MASK
     h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK

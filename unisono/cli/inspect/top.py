@@ -95,7 +95,7 @@ def view(files: RunFiles, width: int) -> Group:
     room = width
     for name, cells in columns.items():
         room -= max(map(len, (name, *cells))) + 2
-        if room >= -2:  # the last column needs no space behind it
+        if room >= -2:  # the last column needs no space after it
             table.add_column(name, justify="left" if name in ("mostly", "device", "host") else "right", no_wrap=True)
     shown = [str(column.header) for column in table.columns]
     for row in zip(*(columns[name] for name in shown), strict=True):

@@ -20,7 +20,7 @@ BEGINNINGS = {
 
 JPEG_END = b"\xff\xd9"
 LAST = 1 << 16
-"""Bytes at the end of a JPEG among which its end marker is searched; some cameras write more behind it."""
+"""Bytes at the end of a JPEG among which its end marker is searched; some cameras write more after it."""
 
 
 def problem_of(part: Part, content: bytes) -> str:

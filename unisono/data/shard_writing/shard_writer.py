@@ -286,7 +286,7 @@ def _read(part: Part) -> bytes:
 
 
 def _add_line(out: _Hashed, content: bytes) -> tuple[int, int]:
-    """Write a line, and return its first byte and the one behind it."""
+    """Write a line, and return its first byte and the one after it."""
     line = content.strip()
     begin = out.size
     out.write(line + b"\n")

@@ -231,7 +231,7 @@ def _lines(folder: Path) -> Source:
 
 
 def line_bounds(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the first bytes of the lines that are not empty, and the bytes behind them, without line feeds."""
+    """Return the first bytes of the lines that are not empty, and the bytes after them, without line feeds."""
     ends, position = [np.empty(0, dtype=np.int64)], 0
     with open(path, "rb") as file:
         while block := file.read(BLOCK):

@@ -31,7 +31,7 @@ class TarOffsets:
         extensions: of each member.
         begins: the first byte of each member.
         sizes: the bytes of each member.
-        problem: why the tar cannot be read behind the last sample; "": it can.
+        problem: why the tar cannot be read after the last sample; "": it can.
     """
 
     keys: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class LineOffsets:
 
     Attributes:
         begins: the first byte of each line.
-        ends: the byte behind each line.
+        ends: the byte after each line.
     """
 
     begins: array[int] = field(default_factory=_column)

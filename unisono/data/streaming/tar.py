@@ -97,7 +97,7 @@ class TarReader:
         self.damage = DamagedSample(len(offsets), offsets.problem) if offsets.problem else None
 
     def _scan(self) -> TarOffsets:
-        """Return where every complete sample is, and the problem behind the last one."""
+        """Return where every complete sample is, and the problem after the last one."""
         self._file.seek(0)
         members = _Members(self._file)
         samples = list(_group_by_key(members))
@@ -171,7 +171,7 @@ class _BoundedReads:
 class _Members:
     """Iterate over the files in a tar: (name, (first byte, bytes)), or with `contents` (name, content).
 
-    After the iteration `problem` is a sentence about what is wrong behind the last member, or "". (tarfile takes a
+    After the iteration `problem` is a sentence about what is wrong after the last member, or "". (tarfile takes a
     broken header for the end of the archive.)
     """
 
@@ -212,7 +212,7 @@ class _Members:
 
 
 def _check_member(tar: tarfile.TarFile, member: tarfile.TarInfo, before: int) -> int:
-    """Return the offset of the next header. Raises ReadError unless it is behind the last one, and sizes are possible.
+    """Return the offset of the next header. Raises ReadError unless it is after the last one, and sizes are possible.
 
     Args:
         tar: The archive, which has read the header of `member`.

@@ -3,7 +3,7 @@
 Messages may be sent and expected before there is a connection: they wait here. message_frames.py has their format.
 
 A message is received into the memory of its tensor. If nothing expects the message that is next, it stays in the
-connection, so the other process stops sending. There is one exception: something expects a message behind it. Then it
+connection, so the other process stops sending. There is one exception: something expects a message after it. Then it
 is kept in memory.
 
 Only the thread of the message loop uses a stream.
@@ -201,7 +201,7 @@ class PeerStream:
             self._arriving, self._interrupted = None, arriving
 
     def _begin_frame(self, tag: int, size: int) -> None:
-        """Prepare to receive the bytes behind a header."""
+        """Prepare to receive the bytes after a header."""
         interrupted = self._interrupted
         if tag != CONTINUE:
             self._begin(tag, size)

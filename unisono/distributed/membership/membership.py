@@ -26,7 +26,7 @@ Our own back ends (distributed/connections) end their operations themselves, and
 The back end of an accelerator has no sockets to shut down, and needs none: its waiters poll for losses (waiting.py),
 and the remaining work on the device is aborted when the process leaves the group.
 
-Ranks are in the order of age: the oldest process is rank 0. So a death moves the ranks behind it up, rank 0 is always
+Ranks are in the order of age: the oldest process is rank 0. So a death moves the ranks after it up, rank 0 is always
 one of the oldest processes, and a new one comes last. The number of a process never changes: the replacement of process
 2 of four is process 4.
 

@@ -127,7 +127,7 @@ def _difference_error(name: str, calls: list[Any]) -> LoopError:
         if (error := first_error(call)) is not None:
             return LoopError(f"{name} was called with an invalid argument.", f"Rank {rank}: {error[0]}", error[1])
     path, one, another = next(differences(first[1:], calls[other][1:]))
-    inside = path.partition("]")[2]  # behind the index of the argument
+    inside = path.partition("]")[2]  # after the index of the argument
     return LoopError(
         f"{name} was called with different arguments on different processes.",
         f"Rank 0 has {one}, rank {other} {another}{f' (at {inside})' if inside else ''}.",

@@ -2,7 +2,7 @@
 
 Each process continues its micro-batches. Random numbers of sampling are keyed by micro-batch. Where every process holds
 a part of each layer (parallel.shard), all must call the model equally often. Then each micro-batch is continued to its
-full length, and tokens behind the first end of text are removed: so the tokens are the same.
+full length, and tokens after the first end of text are removed: so the tokens are the same.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _generate(
 
 
 def without_rest(tokens: torch.Tensor, ends: list[int], padding: int) -> torch.Tensor:
-    """Return tokens [rows, length] in which those behind the first end of text are padding."""
+    """Return tokens [rows, length] in which those after the first end of text are padding."""
     if not ends:
         return tokens
     is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))

@@ -87,7 +87,7 @@ def _parse(entry: str, text: str) -> ListedHost:
 
 
 def _lines_of(file: Path) -> list[str]:
-    """Return the entries of a host file, with `slots=4` (Open MPI, DeepSpeed) or `:4` (MPICH) behind a name."""
+    """Return the entries of a host file, with `slots=4` (Open MPI, DeepSpeed) or `:4` (MPICH) after a name."""
     found = []
     for line in file.read_text(encoding="utf-8").splitlines():
         name, *more = line.partition("#")[0].split(maxsplit=1) or [""]

@@ -17,11 +17,11 @@ CHUNK = 1 << 16
 """Bytes that are read at once."""
 
 MOST_LINE, MOST_DATA = 1 << 26, 1 << 28
-"""Most bytes of a line, and of the data behind it: far more than any message has."""
+"""Most bytes of a line, and of the data after it: far more than any message has."""
 
 
 class Message(NamedTuple):
-    """A message: its values, and the bytes behind it."""
+    """A message: its values, and the bytes after it."""
 
     values: dict[str, Any]
     data: bytes
@@ -41,7 +41,7 @@ class MessageStream:
         self._lock = threading.Lock()  # several threads may send
 
     def send(self, data: bytes = b"", **values: Any) -> None:
-        """Send a message, with `data` behind it if there is any.
+        """Send a message, with `data` after it if there is any.
 
         Raises:
             OSError: the connection has ended.

@@ -146,7 +146,7 @@ class AllGather:
 
 
 class CheckedAllGather(AllGather):
-    """Gather a layer behind an announcement.
+    """Gather a layer after an announcement.
 
     Args:
         label: The name of the layer, for the middle of a sentence.

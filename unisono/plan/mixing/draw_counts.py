@@ -24,7 +24,7 @@ UNIT = 1 << 30
 """Weights are kept as multiples of 1/UNIT, so that every machine rounds alike."""
 
 FRACTION_BITS = 32
-"""Bits behind the point of a node's sum."""
+"""Bits after the point of a node's sum."""
 
 ANCHOR = 1024
 """Least number of steps between two sums that are kept."""
@@ -40,7 +40,7 @@ class WeightSchedule(Protocol):
         """Return the weights of a step."""
 
     def next_change(self, step: int) -> int | None:
-        """Return the first step behind this one at which the weights may be others; None: there is none."""
+        """Return the first step after this one at which the weights may be others; None: there is none."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def check_same_parameters(
 def check_same_values(group: ProcessGroup, values: Mapping[str, Any] | None) -> None:
     """Check that all processes read the same weights, from names, shapes and the first elements of each tensor.
 
-    A file is read in parts, so no process can compare all of it. Files that differ in a tensor only behind its first
+    A file is read in parts, so no process can compare all of it. Files that differ in a tensor only after its first
     SAMPLED elements are not found here. Every process calls this.
 
     Args:

@@ -129,7 +129,7 @@ class TraceMerging(Extension):
         self._measure()
 
     def between_steps(self, steps_done: int) -> None:
-        """Begin to merge after the step behind the recorded ones: before it, each rank has written its trace."""
+        """Begin to merge after the step that follows the recorded ones: before it, each rank has written its trace."""
         if self._computes and steps_done > self._steps.end and not self._mergers:
             if self._context.loop.is_uniform:
                 self._measure()
