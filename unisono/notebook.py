@@ -106,7 +106,7 @@ def launched_function(
         settings: an instance of a settings class, or the class for its defaults.
         line: the call, with its arguments.
         devices: the device of each rank.
-        places: return a block in which the hosts of the run are ready, once nothing is wrong with the request.
+        places: returns a block in which the hosts of the run are ready. Called if nothing is wrong with the request.
     """
     ranks, run_dir, resume = line.ranks, line.run_dir, line.resume
     if (world := World.current()).size > 1 or environment.assigned():
@@ -170,7 +170,7 @@ def train(
         sizes: the number of processes.
         line: the call.
         threads: the number of threads of each process.
-        places: return a block in which the hosts of the run are ready.
+        places: returns a block in which the hosts of the run are ready.
 
     Raises:
         RankFailedError: the run fails.
@@ -339,7 +339,7 @@ class ForwardToStream:
         self._width = 0
 
     def live(self, text: str) -> None:
-        """Print a line that the next one overwrites; "": the next one is that which follows it."""
+        """Print a line that the next one overwrites; "": print nothing."""
         if text:
             self._screen.write("\r" + text.ljust(self._width))
             self._screen.flush()

@@ -169,7 +169,7 @@ class BatchBody:
         )
 
     def _visit_if(self, node: Any) -> bool:
-        """Take a condition away around the step; return whether this was done."""
+        """Remove a condition around the step. Return whether there was one."""
         inside = cst.Module(body_of(node))
         test = text(node.test)
         if test.endswith(".sync_gradients"):

@@ -26,7 +26,7 @@ SYNC = "SyncBatchNorm is left out: batch norm normalizes each micro-batch (docs/
 
 
 def moved(facts: Facts, node: Any) -> Any:
-    """Return the model that an expression moves, wraps or compiles; the expression itself if it does nothing of it."""
+    """Return the model that an expression moves, wraps or compiles; the expression itself if it does none of these."""
     while isinstance(node, cst.Call):
         full = facts.full_name(node.func)
         attr = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""

@@ -202,7 +202,7 @@ class _Conversion:
         return str(module.code)
 
     def _with_lengths(self, facts: Facts, module: Any, data: TrainingData, accumulated: int) -> Any:
-        """Replace the loader's length by the number of steps, where that variable is defined or not."""
+        """Replace the loader's length: by `steps_per_epoch` where that is defined, by an expression elsewhere."""
         hosts = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _has_loop(each)]
         host = hosts[-1] if hosts else None
 

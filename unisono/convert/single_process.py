@@ -1,7 +1,7 @@
 """Rewrite what a script does for its processes into what one process does.
 
 All processes of a run execute the same lines, and only run.steps divides work. So a rank becomes 0, the number of
-processes 1, and a collective its own input. What one process alone must do asks run.is_main.
+processes 1, and a collective its own input. What only one process may do goes below `if run.is_main:`.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ class SingleProcess:
 
 
 def _stored(module: Any) -> Iterator[Any]:
-    """Yield the names that are no values: targets, parameters, keywords, attributes, names of definitions."""
+    """Yield the names that are not values: targets, parameters, keywords, attributes, names of definitions."""
     for each in walk(module):
         if isinstance(each, cst.Attribute):
             yield each.attr

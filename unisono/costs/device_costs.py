@@ -4,8 +4,8 @@
     update        parameters, gradients and optimizer state are read, and parameters and state written / bandwidth
     messages      bytes that a process sends in a ring / link; nothing hides them
 
-Memory is counted as on this machine, without what its processors need: an accelerator holds tensors and the context of
-its driver. All of this is an estimate. Small models wait for kernel launches, and take longer.
+Memory is counted as on this machine, without that of Python, torch and data: an accelerator holds tensors and the
+context of its driver. All of this is an estimate. Small models wait for kernel launches, and take longer.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Packed(PreparedDataset):
     def _measure(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Return the lengths of samples [first, last), which are read."""
         lengths = np.zeros(last - first, dtype=np.int64)
-        with preserve_rng(torch.device("cpu")):  # what the script draws next must not depend on who measured what
+        with preserve_rng(torch.device("cpu")):  # what the script draws next must not depend on it
             for begin in range(first, last, MEASURED):
                 numbers = range(begin, min(begin + MEASURED, last))
                 for number, sample in read_samples(self.data, numbers).items():  # a damaged sample has no tokens

@@ -218,7 +218,7 @@ RELEASE_SECONDS = 0.1
 
 
 def exit_watchdog() -> None:
-    """End a failed process in time whose torch group still exists. Runs when its interpreter is about to end.
+    """End a failed process, whose torch group still exists, in time. Runs when its interpreter is about to end.
 
     The group's threads release tensors, and need the interpreter lock for that; one that is too late aborts the
     process. And the group's destructor waits until every collective is over, and so for peers that may wait for this

@@ -170,7 +170,7 @@ def _gpt2_keys(writer: Any, config: Any) -> None:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[FileTensor]:
-    """Return the parameters of a model with their forms in the file. A tied output layer is left out."""
+    """Yield the parameters of a model with their forms in the file. A tied output layer is left out."""
     import gguf
 
     architecture = gguf.MODEL_ARCH[_architecture(model).upper()]

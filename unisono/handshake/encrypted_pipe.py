@@ -118,7 +118,7 @@ def _copy(secured: ssl.SSLSocket, plain: socket.socket) -> None:
 
 
 def _take(source: socket.socket, kept: memoryview, *, ended: bool) -> tuple[memoryview, bool]:
-    """Return what has arrived, and whether the end has."""
+    """Return what has arrived, and whether the connection has ended."""
     try:
         data = source.recv(CHUNK_BYTES)
     except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -108,7 +108,7 @@ class RunProcesses:
         return {"processes": found}
 
     def _refresh(self) -> None:
-        """Read who has registered, if the file has grown."""
+        """Read which processes have registered, if the file has grown."""
         try:
             if (size := self.path.stat().st_size) == self._size:
                 return

@@ -22,7 +22,7 @@ def visible(text: str) -> str:
 def write_text(stream: TextIO, text: str) -> None:
     """Write and flush text. A character without bytes in the stream's encoding (half a surrogate pair) becomes `?`.
 
-    Errors:
+    Raises:
         OSError, ValueError: the stream is closed, or its reader is gone.
     """
     try:

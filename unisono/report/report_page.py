@@ -49,7 +49,7 @@ def page_around(title: str, content: str, *, live: bool = False, stops: bool = F
     Args:
         title: Its title.
         content: The JSON.
-        live: Whether it asks the server that it comes from for news.
+        live: Whether it asks the server that it comes from for new data.
         stops: Whether it has a button that stops the run.
     """
     return Template(_asset("page.html")).substitute(

@@ -9,8 +9,8 @@
 of its folder: in a folder that other users cannot enter, `open_like_folder` and `make_folder` create nothing that they
 could read. Elsewhere the umask decides, as always.
 
-The folder is what holds: the kernel asks for the permission to search each folder of a path (path_resolution(7)). The
-modes of files matter once they are moved or copied.
+The mode of the folder decides: the kernel asks for the permission to search each folder of a path (path_resolution(7)).
+The modes of files matter once they are moved or copied.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 74, 26, 14, 44
 """The size of a plot, and the space around its axes, in SVG units."""
 
 DASHES = ("", "7 3", "2 3")
-"""Lines differ in color, and in strokes for readers who do not see the colors."""
+"""Lines differ in color and in strokes, so that a reader needs no color."""
 
 
 class PlotSeries(NamedTuple):

@@ -75,7 +75,7 @@ def duration(seconds: float | None) -> str:
 def small_devices(
     devices: Sequence[Device], plain: RecordedCosts, again: RecordedCosts | None, offers: Sequence[DeviceOffer]
 ) -> Iterator[str]:
-    """Yield what is to be said about devices that no placement fits on."""
+    """Yield a line about each device that no placement fits on."""
     for device in devices:
         if device.name == HERE or any(each.device.name == device.name for each in offers):
             continue

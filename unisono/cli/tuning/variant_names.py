@@ -31,7 +31,7 @@ EXAMPLES = {
 """Pruners that have no default for some option."""
 
 NONE = "none"
-"""The name of no pruner."""
+"""The name for running without a pruner."""
 
 
 def _classes(module: Any, suffix: str) -> dict[str, type]:

@@ -1,4 +1,4 @@
-"""Files at URLs: reads are tried again while a source is away; if it stays away, the error names it.
+"""Files at URLs: a read is repeated while its source cannot be reached; if that remains so, the error names it.
 
 A source that disappears is no damage of the data: it ends the run, also with loader.on_error=skip, since samples that
 are skipped on one process only would change the result.
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITS = (1.0, 4.0, 10.0)
-"""Seconds before each new attempt to read from a source that is away."""
+"""Seconds before each new attempt to read from a source that cannot be reached."""
 
 TOO_MANY, SERVER_FAULT = 429, 500
 """HTTP statuses: too many requests, and the first one of those that blame the server."""

@@ -101,8 +101,8 @@ class ShardCache:
         """Return the cached file of a shard, which is downloaded first if needed; None: read it from its URL.
 
         Raises:
-            DataError: the limit is smaller than the shard, its content is not what its index says, or its source is
-                away.
+            DataError: the limit is smaller than the shard, its content is not what its index says, or its source
+                cannot be reached.
         """
         if shard.size is not None and shard.size > self.limit_bytes:
             raise DataError(

@@ -53,7 +53,7 @@ class Transport(NamedTuple):
 
 
 MANY = 128
-"""From so many processes on, those that send from the CPU connect when they first communicate."""
+"""From this many processes on, those that send from the CPU connect when they first communicate."""
 
 
 def choose_transport(name: str, device: torch.device, size: int, *, staged: bool, encrypted: bool = False) -> Transport:

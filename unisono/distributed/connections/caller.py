@@ -22,7 +22,7 @@ TRY_SECONDS = 3.0
 """Time limit for reaching one of several addresses of a host, in seconds."""
 
 REFUSALS = 3
-"""How often all addresses refuse before a process counts as gone. It listened before it had named them."""
+"""How often all addresses refuse before a process counts as gone: a process listens before it names its addresses."""
 
 NEAR_SECONDS = 5e-3
 """The round-trip time below which two hosts count as near each other, in seconds."""

@@ -50,7 +50,7 @@ MOST_LINE = 4096
 """Most bytes of the first message of each end."""
 
 HANDSHAKES = 64
-"""Most handshakes at a time. With certificates of an organization, strangers get as far as that."""
+"""Most handshakes at a time. With certificates of an organization, every program can begin one."""
 
 
 def private_store(world: World, secure: SecureSettings, store: dist.Store) -> dist.Store:
@@ -120,7 +120,7 @@ def _introduce(connection: socket.socket, rank: int, host: str) -> None:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """Return the first line that arrives, of which no more has been sent; empty if the connection ends."""
+    """Return the first line that arrives, after which nothing has been sent yet; empty if the connection ends."""
     found = b""
     while not found.endswith(b"\n") and len(found) < MOST_LINE:
         data = connection.recv(MOST_LINE)

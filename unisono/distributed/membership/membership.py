@@ -95,7 +95,7 @@ class Membership:
         number: the number of this process, which never changes.
         backend: torch's back end for the groups.
         async_errors: whether the back end does not report lost peers, so that waiting needs polling (NCCL).
-        joins: whether this process joins a running training; False once it has joined.
+        joins: whether this process joins a run in progress; False once it has joined.
         join_requested: whether a process waits to join.
         tolerant: whether training continues without a lost peer.
         failed: whether an operation failed that has to be repeated in the next group.

@@ -28,7 +28,7 @@ class RendezvousStore(dist.Store):
 
     Args:
         connection: the connection.
-        timeout: how long waits take by default.
+        timeout: the default time limit of a wait.
         reconnect: returns another connection to the same store, for `clone`.
 
     Attributes:

@@ -74,7 +74,7 @@ class _Bucket(NamedTuple):
 
 
 class TreeAllReduce(StagedAllReduce):
-    """Send each chunk directly to its owner, who adds it up and sends the total directly to all.
+    """Send each chunk directly to its owner, which adds it up and sends the total directly to all.
 
     Args:
         plan: Which process holds which partial sums.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from unisono.environment import variables
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""ssh ends 15 s after the other end has stopped to answer."""
+"""ssh ends 15 s after the other end has stopped answering."""
 
 END_SECONDS = 5.0
 """Time limit for the end of a connection after the run."""

@@ -55,7 +55,7 @@ class ShardedLayer:
         place: The rank of this process among those that share the layer, and their number.
         params: The shards of the parameters.
         gather_order: Checks the order of gathers, if the layer is gathered whenever it is called.
-        reduce_number: The number under which `gather_order` knows that its gradient leaves.
+        reduce_number: The number by which `gather_order` identifies the reduction of its gradient.
     """
 
     label: str

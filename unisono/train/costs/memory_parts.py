@@ -143,7 +143,7 @@ def state_bytes(models: Sequence[nn.Module], steppers: Iterable[Any], settings: 
 
     Returns:
         parameters, buffers, gradients (of trained parameters), optimizer, and the groups of parameters that shards are
-        gathered in: [bytes, bytes of those that are trained] of each, the model's own at last.
+        gathered in: [bytes, bytes of those that are trained] of each, the model's own last.
     """
     params = list({id(p): p for model in models for p in model.parameters()}.values())
     states = [dict(each.state) for each in steppers if isinstance(each, torch.optim.Optimizer)]

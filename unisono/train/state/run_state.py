@@ -162,7 +162,7 @@ class RunState:
                 alignment.align_(v for of in thing.state.values() for v in of.values() if isinstance(v, torch.Tensor))
 
     def begin(self) -> list[tuple[str, Any, Any]]:
-        """Everything is loaded: restore the parameter layout, and the learning rates of schedules made longer.
+        """Restore the parameter layout, and the learning rates of schedules made longer, after everything is loaded.
 
         Options of optimizers and schedules follow the settings, if a change of these was accepted.
 
