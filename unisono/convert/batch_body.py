@@ -344,6 +344,7 @@ class BatchBody:
         """Return a statement in which the loss and the size of the batch are those of the step.
 
         Args:
+            node: the statement.
             bare: whether the variable of the loss alone is replaced, too.
         """
         if self._makes_loss(node):

@@ -179,6 +179,10 @@ def without_loader(facts: Facts, node: Any, data: TrainingData, accumulated: int
     """Return a node in which the loader's length, data set and batch size are those of the run.
 
     Args:
+        facts: what is known about the script.
+        node: the node.
+        data: the data of the training loop.
+        accumulated: the number of batches for each update.
         near: whether `steps_per_epoch` is defined where the node is.
     """
     loaders = data.loaders

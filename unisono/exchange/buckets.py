@@ -35,6 +35,8 @@ class Bucket:
     """Parameters that share a flat buffer.
 
     Attributes:
+        dtype: The dtype of the buffer.
+        device: Its device.
         members: The numbers of the parameters.
         offsets: Where each of them starts, in elements.
         size: The number of elements, with padding.

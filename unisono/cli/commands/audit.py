@@ -91,6 +91,9 @@ class HardwareAudit(Verification):
     """One audit.
 
     Attributes:
+        again: how to run the script again.
+        ranks: the number of processes.
+        steps: the number of steps to audit.
         record: the comparisons and their result, as train/diagnostics/audited_run.py wrote them.
     """
 

@@ -103,6 +103,11 @@ def misfit(
     """Return what is wrong with a placement, as far as settings show it.
 
     Args:
+        script: the script.
+        placement: the placement.
+        request: the flags of the trials.
+        line: the typed command, for messages.
+        report: the script's own report, if it was inspected.
         inspect: let the script check its own settings, too; otherwise its trial does.
     """
     request = replace(request, sets=(*request.sets, *placement.sets))
@@ -200,6 +205,11 @@ class LayoutProof(TrialRunner):
     Args:
         tolerance: the largest relative error of a gradient.
         named: whether the user named the placements, so that one that is refused is an error.
+
+    Attributes:
+        one: the result of one process, with which the others are compared.
+        rows: the results of the placements.
+        failed: the first placement that failed, and how its run ended; None: none did.
     """
 
     tolerance: float

@@ -69,6 +69,9 @@ class PlanTrials(TrialRunner):
         compares_virtual_ranks: Whether other numbers of virtual ranks are measured.
         devices: The devices to compare; []: this machine alone.
         run_line: The command that trains, without a placement.
+
+    Attributes:
+        notes: Sentences about what could not be measured.
     """
 
     ranks: int | None

@@ -41,6 +41,9 @@ class ScaleTrials(TrialRunner):
         rounds: The number of runs of each.
         page: The file for the plot.
         run_line: The command that trains, without a number of processes.
+
+    Attributes:
+        notes: Sentences about numbers of processes that could not be measured.
     """
 
     counts: Sequence[int]

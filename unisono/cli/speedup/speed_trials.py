@@ -49,6 +49,11 @@ class SpeedTrials(TrialRunner):
         only: The names of the options to try; (): all.
         report: The script's own report.
         run_line: The command that trains, for the last line.
+
+    Attributes:
+        base: The row of the script as it is.
+        again: The row of the same once more, which shows the noise.
+        rows: The rows of the options.
     """
 
     ranks: int

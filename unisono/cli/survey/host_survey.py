@@ -66,9 +66,14 @@ class SurveyedHost(NamedTuple):
 
 
 class SurveyedLink(NamedTuple):
-    """The link from one host to another one, by their places in the list.
+    """The link from one host to another one.
 
     Attributes:
+        source: the place in the list of the host that connects.
+        target: that of the other host.
+        address: the address of the target.
+        latency_seconds: half of a round trip.
+        bytes_per_second: the bandwidth.
         error: why there is none; "" if there is one.
         other_address: another address of the target that can be reached, where `address` cannot; "" if none is known.
     """

@@ -36,6 +36,8 @@ class StepTimer(Extension):
     Args:
         file: the file to write.
         steps: the number of steps.
+        context: the context of the run.
+        parts: the parts of its loop.
         survey: whether to look for attention in the first step, which is slower.
     """
 

@@ -38,6 +38,7 @@ class RateSweep(Extension):
         file: The file to write.
         rates: The rates of the first parameter group.
         context: The context of the run.
+        parts: The parts of its loop.
 
     Raises:
         SettingsError: Processes of this exchange update models of their own.

@@ -1,8 +1,9 @@
 """Record the values that a trial of `unisono tune` logs, and its loss, with the exact bits and without delay.
 
-    FOLDER/rank-N.jsonl    {"begin": 0, "total": 100, "virtual_ranks": 8, "parameters": 1234, "t": 1760000000.1}
-                           {"step": 12, "t": 1760000000.2, "values": {"accuracy": 0.5}}
-                           {"end": 100, "left": false, "process_seconds": 3.2, "memory": 123456}
+    FOLDER/rank-N.jsonl
+        {"begin": 0, "total": 100, "ranks": 2, "virtual_ranks": 8, "parameters": 1234, "shapes": 567, "t": 1760000000.1}
+        {"step": 12, "values": {"accuracy": 0.5}, "t": 1760000000.2}
+        {"end": 100, "left": false, "process_seconds": 3.2, "steps": 100, "memory": 123456, "t": 1760000009.9}
 
 The run of a member of a population pauses after a number of steps: it saves and leaves as after a signal.
 
@@ -76,6 +77,7 @@ class ValueRecorder(Extension):
     Args:
         file: the file of this process.
         context: the context of the run.
+        parts: the parts of its loop.
         pause: the number of steps of the run after which it pauses; 0: it does not.
     """
 
