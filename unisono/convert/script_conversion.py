@@ -262,8 +262,7 @@ class _Conversion:
             noted(epochs, "the script does not show its number of epochs. --set epochs=10") if unknown else epochs
         )
         if (precision := body.precision or _mixed_precision(facts)) not in ("", "no", "fp32"):
-            fields.append(statement(f'precision: Literal["fp32", "bf16", "fp16"] = "{precision}"'))
-            fields[-1] = statement(f'precision: str = "{precision}"')
+            fields.append(statement(f'precision: str = "{precision}"'))
         if re.search(r"BatchNorm\d?d?\(|resnet\d+\(", text(self.before)):
             if self.processes > 1:
                 fields.append(statement(f"virtual_ranks: int = {self.processes}"))

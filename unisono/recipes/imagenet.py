@@ -185,7 +185,7 @@ def mixed_loss(
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move the average of the weights towards the model. Buffers are those of the model."""
+    """Move the average of the weights toward the model. Buffers are those of the model."""
     for kept, weight in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(weight, 1 - decay)
     for copy, buffer in zip(average.buffers(), model.buffers(), strict=True):

@@ -96,7 +96,7 @@ def collate(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def greedy(model: nn.Module, source: Tensor, longest: int) -> Tensor:
-    """Translate with the most probable word each time: tokens [batch, longest], PAD behind END.
+    """Translate with the most probable word each time: tokens [batch, longest], PAD after END.
 
     Every process makes the same number of calls, since the model may be divided between processes.
     """

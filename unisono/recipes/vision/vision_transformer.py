@@ -41,7 +41,7 @@ class VisionTransformer(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Attention and a feed-forward network, each behind a norm and with a residual connection."""
+    """Attention and a feed-forward network, each after a norm and with a residual connection."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
