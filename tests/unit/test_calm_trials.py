@@ -45,7 +45,7 @@ def test_a_disturbed_trial_is_repeated_until_it_is_calm() -> None:
     assert calm.notes() == []
 
 
-def test_the_least_disturbed_trial_is_kept_and_the_user_hears_of_it() -> None:
+def test_the_least_disturbed_trial_is_kept_and_its_note_names_the_cores() -> None:
     calm = CalmTrials(cores=2, repeats=2)
     assert trials(calm, 1.0, 0.5, 0.8) == 0.5
     assert trials(calm, 0.3) == 0.3, "no repeat is left"

@@ -1,7 +1,7 @@
 """Repeat trials that other programs disturb, and keep the one that was disturbed least.
 
-A trial is disturbed if the machine had no idle core while its steps were timed, and other programs used some of the
-cores. The records of steps have these CPU times (train/costs/cpu_time.py).
+A trial is disturbed if other programs used some of the cores while its steps were timed, and no core was idle. The
+records of steps have these CPU times (train/costs/cpu_time.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SHARE = 0.05
 """The share of all cores that other programs may use."""
 
 BUSY = 0.9
-"""The share of all cores from which on programs wait for each other."""
+"""The share of all cores above which programs wait for each other."""
 
 MOST_REPEATS = 6
 """The most repeats of all trials together: on a machine that stays busy, they do not help."""
@@ -70,7 +70,7 @@ class CalmTrials:
         return best
 
     def notes(self) -> list[str]:
-        """Return what the user should know about the times."""
+        """Return a note for the report if other programs disturbed a trial that was kept, else an empty list."""
         if not self.most:
             return []
         return [
