@@ -98,14 +98,21 @@ def test_wrong_ranks_are_errors_on_every_process_that_calls() -> None:
         assert [m for m, fact in zip(messages, [*facts, last], strict=True) if fact not in m] == []
 
 
-def _die() -> None:
-    """Kill this process. A fork holds its pipe for a while, so that the test does not end the others at once."""
+def _wait_for_both(folder: str, seconds: float = 60.0) -> None:
+    """Wait until processes 0 and 1 have written their messages. A process that exits earlier ends the others."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(os.path.exists(f"{folder}/{rank}") for rank in (0, 1)):
+        time.sleep(0.05)
+
+
+def _die(folder: str) -> None:
+    """Kill this process. A fork holds its pipe, so that the test does not end the others before they write."""
     if os.fork() == 0:
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     os.close(int(name))
-        time.sleep(10.0)
+        _wait_for_both(folder)
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,7 +124,7 @@ def bereaved(world: World, folder: str) -> str:
         part = c.sub_group([1, 2])
         c.barrier()
         if group.rank == 2:
-            _die()
+            _die(folder)
         assert part is not None or group.rank == 0
         try:
             if part is not None:
@@ -125,8 +132,10 @@ def bereaved(world: World, folder: str) -> str:
             else:
                 c.receive(2)
         except PeerLostError as error:
-            with open(f"{folder}/{group.rank}", "w") as file:
+            with open(f"{folder}/.{group.rank}", "w") as file:
                 file.write(str(error))
+            os.rename(f"{folder}/.{group.rank}", f"{folder}/{group.rank}")
+            _wait_for_both(folder)
         os._exit(0)
 
 
