@@ -43,11 +43,13 @@ class Case(NamedTuple):
         target: The recipe or script.
         sets: Its settings.
         recompute: Whether placements with recomputed activations are run, too. They are the slower ones.
+        offload: Whether placements with shards in the memory of the host are planned and run, too.
     """
 
     target: str
     sets: tuple[str, ...]
     recompute: bool = False
+    offload: bool = False
 
     def runs(self, placement: str) -> bool:
         """Return whether a placement is run."""
@@ -56,12 +58,12 @@ class Case(NamedTuple):
 
 TEXT = ("sample_bytes=0", "validate_bytes=2000")
 CASES: Mapping[str, Case] = {
-    "text": Case("text", (*TEXT, "batch=32", "model.width=256"), recompute=True),
+    "text": Case("text", (*TEXT, "batch=32", "model.width=256"), recompute=True, offload=True),
     "image": Case("image", ("source=digits", "batch=256", "epochs=10")),
     "speech": Case("speech", ("batch=64",)),
     "topics": Case("topics", ("batch=256", "width=256")),
     "resnet": Case(SCRIPT, ("kind=resnet", "batch=32", "depth=1"), recompute=True),
-    "gpt2": Case(SCRIPT, ("kind=gpt2", "batch=32", "width=384")),
+    "gpt2": Case(SCRIPT, ("kind=gpt2", "batch=32", "width=384"), offload=True),
     "llama": Case(SCRIPT, ("kind=llama", "batch=32", "width=384"), recompute=True),
 }
 QUICK: Mapping[str, Case] = {"text": Case("text", (*TEXT, "batch=8", "model.width=16", "model.depth=1"))}
@@ -85,7 +87,8 @@ def unisono(words: Sequence[str]) -> str:
 def planned(case: Case, ranks: int, steps: int) -> dict[str, Any]:
     """Return the plan of a model."""
     sets = [word for each in case.sets for word in ("--set", each)]
-    words = ["plan", case.target, "--ranks", str(ranks), "--steps", str(steps), "--json", *sets]
+    more = ["--offload"] if case.offload else []
+    words = ["plan", case.target, "--ranks", str(ranks), "--steps", str(steps), "--json", *more, *sets]
     found: dict[str, Any] = json.loads(unisono(words).splitlines()[-1])
     return found
 

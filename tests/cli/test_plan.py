@@ -159,7 +159,7 @@ def test_virtual_ranks_are_measured_up_to_the_batch(tmp_path: Path, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.parametrize("needs", ["pass", "loss.item()"], ids=["fake", "real"])
 def test_a_plan_lists_what_fits(tmp_path: Path, needs: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [script(tmp_path, needs), "--ranks", "2", "--set", "steps=6", "--json"]
+    words = [script(tmp_path, needs), "--ranks", "2", "--set", "steps=6", "--json", "--offload"]
     assert main(["plan", *words]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {each["processes"] for each in found["candidates"]} == {1, 2}
@@ -169,6 +169,12 @@ def test_a_plan_lists_what_fits(tmp_path: Path, needs: str, capsys: pytest.Captu
         parameters = (8 * 64 + 64 + 64 + 1) * 4
         shards = 2 if "shard" in each["placement"] else 1
         assert each["memory_by_part"]["parameters"] == -(-parameters // shards)
+    on_host = [each for each in found["candidates"] if "offload" in each["placement"]]
+    assert {each["placement"].removesuffix(", recompute") for each in on_host} == {
+        "2 shards, offload",
+        "2 shards (by step), offload",
+    }
+    assert all("--set parallel.offload=true" in each["line"] for each in on_host)
     assert found["candidates"][0]["line"] == found["next"]
     assert any("real ones were counted" in note for note in found["notes"]) == (needs != "pass")
 

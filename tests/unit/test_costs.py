@@ -99,7 +99,7 @@ def test_what_several_processes_needed_is_added() -> None:
     assert memory_of(again, replace(REPLICAS, recompute=True), peaks).unexplained == 3 * MB
 
 
-def test_replicas_save_by_recomputation_what_two_of_them_were_measured_to_save() -> None:
+def test_processes_save_by_recomputation_what_two_were_measured_to_save() -> None:
     plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
     again = replace(plain, rounds=RoundBytes(10 * MB, 80 * MB, 20 * MB, 5 * MB, {}))
     recomputed, four = replace(REPLICAS, recompute=True), Placement(4)
@@ -110,8 +110,25 @@ def test_replicas_save_by_recomputation_what_two_of_them_were_measured_to_save()
     assert memory_of(plain, REPLICAS, measured).total == peaks[REPLICAS]
     assert memory_of(again, recomputed, measured).total == peaks[recomputed]
     assert measured.beyond(replace(four, recompute=True)) == 4 * MB - 5 * MB - 3 * MB
-    assert measured.beyond(replace(SHARDS, recompute=True)) == MB
+    assert measured.beyond(replace(SHARDS, recompute=True)) == MB, "without a measurement of two shards"
+    shards = replace(SHARDS, recompute=True)
+    peaks |= {shards: memory_of(again, shards).total - 2 * MB, GROUPS: memory_of(plain, GROUPS).total + 6 * MB}
+    assert memory_of(again, shards, measured).total == peaks[shards]
+    assert measured.beyond(replace(GROUPS, recompute=True)) == 6 * MB - 2 * MB - MB
     assert measured.beyond(Placement(recompute=True)) == 0, "one process with recomputation was measured itself"
+    on_host = replace(SHARDS, offload=True)
+    peaks[on_host] = memory_of(plain, on_host).total + 9 * MB
+    assert measured.beyond(replace(on_host, recompute=True)) == 9 * MB - 2 * MB - MB
+
+
+def test_shards_on_the_host_take_no_memory_of_a_device() -> None:
+    on_host = replace(SHARDS, offload=True)
+    assert memory_of(COSTS, on_host) == memory_of(COSTS, SHARDS), "on a CPU it is the same memory"
+    found, before = memory_of(replace(COSTS, on_cpu=False), on_host), memory_of(COSTS, SHARDS)
+    assert (found.parameters, found.optimizer, found.gradients) == (0, 0, 0)
+    assert before.total - found.total == before.parameters + before.optimizer + before.gradients
+    by_step = memory_of(replace(COSTS, on_cpu=False), replace(BY_STEP, offload=True))
+    assert (by_step.parameters, by_step.optimizer, by_step.gradients) == (0, 0, 100 * MB)
 
 
 def test_what_was_measured_is_predicted_as_it_was() -> None:
@@ -127,6 +144,18 @@ def test_recomputation_that_was_measured_is_predicted_as_it_was() -> None:
     runs = replace(RUNS, together={**RUNS.together, recomputed: took})
     assert seconds_of(COSTS, runs, recomputed) == pytest.approx(4 * 0.2 + 0.03 + 0.04)
     assert seconds_of(COSTS, runs, REPLICAS) == seconds_of(COSTS, RUNS, REPLICAS)
+
+
+def test_two_processes_show_how_long_recomputation_takes_on_more() -> None:
+    two = {replace(REPLICAS, recompute=True): 0.2, replace(SHARDS, recompute=True): 0.26}
+    runs = replace(RUNS, together={**RUNS.together, **{each: StepSeconds(t, 9.0, 9.0) for each, t in two.items()}})
+    again = replace(COSTS, seconds=StepSeconds(0.13, 0.02, 0.01))
+    four = seconds_of(again, runs, Placement(4, recompute=True))
+    assert four == pytest.approx(2 * (0.22 + 2 * 0.09) + 0.06 + 0.1), "a process of four is twice as slow"
+    groups = seconds_of(again, runs, replace(GROUPS, recompute=True))
+    assert groups == pytest.approx(2 * (0.3 + 2 * 0.09) + 0.04 + 0.06)
+    by_step = seconds_of(again, runs, replace(BY_STEP, recompute=True))
+    assert by_step == pytest.approx(4 * (0.11 + 1.1 * 0.03) + 0.02 + 0.09), "that pair was not measured"
 
 
 def test_recomputation_makes_micro_batches_longer() -> None:
@@ -156,7 +185,7 @@ def test_placements_are_typed_as_they_are() -> None:
         {"replicate": "2", "shard": "2"},
     ]
     assert BY_STEP.layout == {"shard": "2", "reshard": "step"}
-    for each in placements(4):
+    for each in placements(4, offload=True):
         assert {f"parallel.{name}={value}" for name, value in each.layout.items() if name != "replicate"} == {
             text for text in each.sets if "activation" not in text
         }
@@ -180,6 +209,14 @@ def test_candidates_cover_the_counts_of_processes() -> None:
     assert len(found) == len(set(found))
     assert {each.processes for each in found} == {1, 2, 4}
     assert Placement(2, 2, by_layer=True) in found
+    on_host = set(placements(4, offload=True)) - set(found)
+    assert {replace(each, offload=False) for each in on_host} == {each for each in found if each.shards > 1}
+    assert Placement(1, 2, recompute=True, offload=True).sets == (
+        "parallel.shard=2",
+        "parallel.offload=true",
+        "parallel.activation_checkpoint=full",
+    )
+    assert str(Placement(2, 2, offload=True)) == "2 replicas, 2 shards, offload"
     assert Placement(1, 2, by_layer=False, recompute=True).sets == (
         "parallel.shard=2",
         "parallel.reshard=step",

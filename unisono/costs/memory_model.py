@@ -9,9 +9,12 @@ gradient, one for each partial sum that the process sends, and further copies wh
 Shards, gathered by layer: parameters, gradients and optimizer state are divided. Whole are the parameters outside of
 all layers, the layer in use and the one that is gathered ahead; twice there is the gradient of the layer that travels.
 
+With parallel.offload, shards and optimizer state take no memory of a device, and neither do gradients that are divided.
+On a CPU this changes nothing.
+
 What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
 keeps, connections) is added to each prediction: that of one process, and that of the same placement. Of recomputation
-on several processes, two replicas are measured.
+on several processes, two are measured: two replicas, and two shards by layer and by step.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ from unisono.plan.reduction_tree import Fold, Node, parent, subtrees
 
 FLAT, LOOSE = "flat", "loose"
 
-RECOMPUTED = Placement(2, recompute=True)
-"""The placement that shows what replicas save by recomputation: more than one process, by what the allocator keeps."""
+RECOMPUTED = (
+    Placement(2, recompute=True),
+    Placement(1, 2, recompute=True),
+    Placement(1, 2, by_layer=False, recompute=True),
+)
+"""The placements that show what processes save by recomputation: more than one saves, by what the allocator keeps."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,7 @@ class MeasuredPeaks:
     Attributes:
         plain: What one process of the same script needed.
         again: What it needed with recomputation; None: this was not measured.
-        peaks: The peaks, by the placement. With recomputation, that of two replicas is enough.
+        peaks: The peaks, by the placement. With recomputation, those of two processes are enough.
     """
 
     plain: RecordedCosts
@@ -137,9 +144,10 @@ class MeasuredPeaks:
         if placement.processes == 1:
             return 0
         found = self._excess(placement.without_recompute)
-        if not placement.recompute or placement.shards > 1 or RECOMPUTED not in self.peaks:
+        pair = placement.pair
+        if not placement.recompute or pair not in self.peaks:
             return found
-        return found + self._excess(RECOMPUTED) - self._excess(RECOMPUTED.without_recompute)
+        return found + self._excess(pair) - self._excess(pair.without_recompute)
 
     def _excess(self, measured: Placement) -> int:
         costs = self.again if measured.recompute else self.plain
@@ -166,6 +174,8 @@ def memory_of(
     else:
         size = placement.processes
         found = max((_by_step(costs, span, size, shards) for span in _spans(costs, size)), key=_total)
+    if placement.offload and not costs.on_cpu:
+        found = replace(found, parameters=0, optimizer=0, gradients=0 if placement.by_layer else found.gradients)
     if peaks is None:
         return found
     return replace(found, unexplained=found.unexplained + peaks.beyond(placement))

@@ -84,6 +84,7 @@ class RecordedCosts:
         precision: The setting precision.
         epoch_steps: The steps of an epoch.
         total_steps: The steps of the run.
+        on_cpu: Whether its tensors are in the memory of the host.
     """
 
     state: StateBytes
@@ -100,6 +101,7 @@ class RecordedCosts:
     precision: str = "fp32"
     epoch_steps: int = 0
     total_steps: int = 0
+    on_cpu: bool = True
 
     @property
     def step_seconds(self) -> float | None:
@@ -150,6 +152,7 @@ def costs_of(timed: Mapping[str, Any], parts: Mapping[str, Any] | None) -> Recor
         precision=timed["precision"],
         epoch_steps=timed["epoch_steps"],
         total_steps=timed["total_steps"],
+        on_cpu=on_cpu,
     )
 
 

@@ -4,7 +4,8 @@
 
 Short runs measure all three for one process and for each placement of several. They show what no count of operations
 does: how much slower a process computes while others compute as well, how much of the exchange the last backward pass
-hides, and what a gather costs. Recomputation follows from these runs: it makes a micro-batch longer, and nothing else.
+hides, and what a gather costs. Recomputation is measured on one and two processes. On more of them it makes a
+micro-batch longer, as much as on two, and nothing else.
 
     load     a micro-batch among n replicas, over one on a process alone
 """
@@ -71,5 +72,16 @@ def seconds_of(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> f
         found = runs.together.get(placement.without_recompute)
         if found is None:
             return None
-        longer = runs.load(placement.processes, costs.threads) * (costs.seconds.round - runs.alone.round)
+        longer = _longer(costs, runs, placement)
     return rounds * (found.round + longer) + found.update + found.rest
+
+
+def _longer(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> float:
+    """Return by how many seconds recomputation makes a micro-batch longer."""
+    pair, load = placement.pair, runs.load(placement.processes, costs.threads)
+    again, plain = runs.together.get(pair), runs.together.get(pair.without_recompute)
+    if again is not None and plain is not None:
+        return (again.round - plain.round) * load / runs.load(pair.processes, costs.threads)
+    assert costs.seconds is not None
+    assert runs.alone is not None
+    return (costs.seconds.round - runs.alone.round) * load

@@ -30,6 +30,7 @@ def plan(
     memory: Annotated[str, Parameter(metavar="SIZE", show_default=False, group=WHERE)] = "",
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = STEPS,
     virtual_ranks: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+    offload: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
     rates: RateFlags = RateFlags(),  # noqa: B008  (frozen)
     compared: DeviceRequest = DeviceRequest(),  # noqa: B008  (frozen)
     request: RunRequest = RunRequest(),  # noqa: B008  (frozen)
@@ -51,11 +52,14 @@ def plan(
         Number of steps that processes compute. The first 2 are not timed.
     virtual_ranks
         Also measure the same batch with 1, 2, 4, ..., 32 virtual ranks on one process.
+    offload
+        Also plan shards in the memory of the host (parallel.offload), on this machine.
     """
     words = ["--ranks", str(ranks)] if ranks is not None else []
     words += ["--memory", memory] if memory else []
     words += ["--steps", str(steps)] if steps != STEPS else []
     words += ["--virtual-ranks"] if virtual_ranks else []
+    words += ["--offload"] if offload else []
     words += compared.words
     line = request.line("unisono", "plan", target, *words)
     if rates.given:
@@ -80,6 +84,7 @@ def plan(
             ranks=ranks,
             limit=limit,
             compares_virtual_ranks=virtual_ranks,
+            offloads=offload,
             devices=devices,
             run_line=request.line("unisono", "run", target).without("--json"),
         ).run()

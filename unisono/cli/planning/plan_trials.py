@@ -3,7 +3,7 @@
 fake        a step of fake tensors: the memory of a micro-batch, whatever the size of the model
 count       the same with real tensors, where the script cannot compute with fake ones
 measure     some steps on one process: time, and its peak of memory
-together    some steps of each placement on 2, 4, ... processes, and of two replicas with recomputation
+together    some steps of each placement on 2, 4, ... processes, and of those on 2 with recomputation
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
 Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation. Trials that
@@ -67,6 +67,7 @@ class PlanTrials(TrialRunner):
         ranks: The largest number of processes; None: one for each core.
         limit: The bytes that a process may use; None: its part of this machine.
         compares_virtual_ranks: Whether other numbers of virtual ranks are measured.
+        offloads: Whether placements with parallel.offload are planned, too.
         devices: The devices to compare; []: this machine alone.
         run_line: The command that trains, without a placement.
 
@@ -77,6 +78,7 @@ class PlanTrials(TrialRunner):
     ranks: int | None
     limit: int | None
     compares_virtual_ranks: bool
+    offloads: bool
     devices: Sequence[Device]
     run_line: CommandLine
     notes: list[str] = field(default_factory=list)
@@ -113,13 +115,13 @@ class PlanTrials(TrialRunner):
         counts = counts_up_to(most)
         virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
         more = [most + 1] if most < len(plain.micro_batches) else []
-        recomputed = [RECOMPUTED] if again is not None and most > 1 else []
-        wanted = [*placements(most, recompute=False), *recomputed, *map(Placement, more)]
+        recomputed = RECOMPUTED if again is not None and most > 1 else ()
+        wanted = [*placements(most, recompute=False, offload=self.offloads), *recomputed, *map(Placement, more)]
         runs, peaks = self._together(plain, again, wanted)
         by_setting = {False: plain, True: again}
         found = [
             candidate(placement, costs, runs, peaks)
-            for placement in placements(most, shards=self._shards, recompute=again is not None)
+            for placement in placements(most, shards=self._shards, recompute=again is not None, offload=self.offloads)
             if (costs := by_setting[placement.recompute]) is not None
         ]
         one_more = candidate(Placement(more[0]), plain, runs, peaks) if more else None
