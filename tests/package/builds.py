@@ -73,7 +73,9 @@ def build_wheel(source: Path, out: Path) -> Path:
 def unpacked(sdist: Path, into: Path) -> Path:
     """Unpack an sdist; return its only folder."""
     with tarfile.open(sdist) as file:
-        file.extractall(into, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+            file.extraction_filter = tarfile.data_filter
+        file.extractall(into)
     return into / sdist.name.removesuffix(".tar.gz")
 
 
