@@ -23,19 +23,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
-from unisono.costs.placements import ONE_PROCESS, Placement
+from unisono.costs.placements import ONE_PROCESS, Placement, placements
 from unisono.costs.recorded_costs import RecordedCosts, RoundBytes
 from unisono.plan.assignment import assign_evenly
 from unisono.plan.reduction_tree import Fold, Node, parent, subtrees
 
 FLAT, LOOSE = "flat", "loose"
 
-RECOMPUTED = (
-    Placement(2, recompute=True),
-    Placement(1, 2, recompute=True),
-    Placement(1, 2, by_layer=False, recompute=True),
-)
-"""The placements that show what processes save by recomputation: more than one saves, by what the allocator keeps."""
+RECOMPUTED = tuple(each for each in placements(2) if each.processes == 2 and each.recompute)
+"""The placements on several processes that are measured with recomputation."""
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,11 @@ def seconds_of(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> f
         found = runs.together.get(placement.without_recompute)
         if found is None:
             return None
-        longer = _longer(costs, runs, placement)
+        longer = _recompute_seconds(costs, runs, placement)
     return rounds * (found.round + longer) + found.update + found.rest
 
 
-def _longer(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> float:
+def _recompute_seconds(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> float:
     """Return by how many seconds recomputation makes a micro-batch longer."""
     pair, load = placement.pair, runs.load(placement.processes, costs.threads)
     again, plain = runs.together.get(pair), runs.together.get(pair.without_recompute)
