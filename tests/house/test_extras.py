@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.sources import LIBRARY, ROOT, files
+from unisono.cli.commands.doctor import NEEDED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -64,6 +65,10 @@ def test_every_extra_that_is_named_exists(folder: str) -> None:
     for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
         named = {extra.strip() for found in NAMED.findall(path.read_text("utf-8")) for extra in found.split(",")}
         assert named <= set(EXTRAS), f"{path}: {named - set(EXTRAS)}"
+
+
+def test_doctor_reports_every_dependency() -> None:
+    assert set(NEEDED) == DEPENDENCIES
 
 
 def test_extras_of_extras_exist() -> None:

@@ -27,12 +27,14 @@ from unisono.cli.request.host_flags import HostFlags
 from unisono.cli.request.run_options import WHERE, RunRequest
 from unisono.cli.request.suggestions import WHOLE
 from unisono.cli.survey.survey_command import doctor_hosts, doctor_job
+from unisono.config.wording import size
 from unisono.environment import World, host_of, join_port, terminal_columns, variables
 from unisono.environment.routes import outer_interfaces, route_to
 from unisono.errors import SettingsError, WorldError
 from unisono.launcher import local_launch
 
-NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "safetensors", "fsspec")
+NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "cloudpickle", "safetensors", "fsspec", "braceexpand")
+"""The dependencies of pyproject.toml."""
 SIBLINGS = ("torchvision", "torchaudio")
 """Packages that are not needed, but whose broken installation breaks the import of other libraries."""
 SHM_BYTES = 256 * 2**20
@@ -189,7 +191,7 @@ def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory()
     true = f"{platform.system()} {platform.release()}, {_processor()}, {cores} available cores, "
-    true += f"{gigabytes(memory.total)} memory ({gigabytes(memory.available)} free)"
+    true += f"{size(memory.total)} memory ({size(memory.available)} free)"
     yield Finding("ok", "machine", true)
     set_here = variables(["OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"])
     if set_here:
@@ -266,7 +268,7 @@ def _about_torch(torch: dict[str, Any]) -> Iterator[Finding]:
     true = f"{torch['instructions']}; a run uses 1 thread per process; --set threads=N changes it "
     yield Finding("ok", "instructions", true + f"(torch's default is {torch['threads']})")
     for device, name, memory in torch["devices"]:
-        yield Finding("ok", "device", f"{device} {name}" + (f", {gigabytes(memory)}" if memory else ""))
+        yield Finding("ok", "device", f"{device} {name}" + (f", {size(memory)}" if memory else ""))
     if not torch["devices"]:
         if not Path("/proc/driver/nvidia/version").exists():
             yield Finding("ok", "device", "cpu")
@@ -301,7 +303,7 @@ def _room() -> Iterator[Finding]:
             continue
         free = shutil.disk_usage(path).free
         enough = free >= least
-        yield Finding("ok" if enough else "note", what, f"{gigabytes(free)} free in {path}", "" if enough else do)
+        yield Finding("ok" if enough else "note", what, f"{size(free)} free in {path}", "" if enough else do)
 
 
 def _collective() -> Finding:
@@ -341,8 +343,3 @@ def run_isolated(code: str) -> tuple[str | None, str]:
     if done.returncode:
         return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
     return done.stdout.strip().splitlines()[-1], ""
-
-
-def gigabytes(count: int) -> str:
-    """Format bytes as gigabytes."""
-    return f"{count / 2**30:.1f} GB"
