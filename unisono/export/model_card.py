@@ -50,7 +50,7 @@ def model_card(run_dir: Path, report: Mapping[str, Any]) -> str:
         "",
         "Loaded again in a process without Unisono, its outputs differ from those of the model by "
         f"{report['relative']:.1e}, relative to their norm, on {report['samples']} samples of the training data. "
-        f"The file has {report['bytes'] / 1e6:.2f} MB.{_costs(report)}",
+        f"The export has {report['bytes'] / 1e6:.2f} MB.{_costs(report)}",
         "",
         *_quality(report),
         *_quantization(report),

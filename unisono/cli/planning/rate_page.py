@@ -69,7 +69,7 @@ class RateReport:
                 yield f"Suggested learning rate: {falls}, where the loss falls most steeply."
                 yield f"The loss is lowest at {low}. The best rate may be as high, with a warm-up."
         elif len(curve.losses) < LEAST_POINTS:
-            yield f"No rate is suggested: {plural(len(curve.losses), 'loss', 'losses')} make no curve."
+            yield f"No rate is suggested: {plural(len(curve.losses), 'loss', 'losses')} cannot form a curve."
         else:
             yield f"No rate is suggested: the loss falls at no rate from {self.first:g} to {self.last:g}."
         tried, ended = len(self.found["points"]), self.found["ended"]
