@@ -4,14 +4,14 @@
     python -m benchmarks.plan_accuracy --models text gpt2 --rounds 1
     python -m benchmarks.plan_accuracy --quick                          a smoke test
 
-For each model, `unisono plan` runs once. Then each placement is run as the plan says to type it, with the recorder that
-the plan itself uses, in rounds: each placement once, then each again. A round begins with another placement than the
-one before. The figure of a placement is the median over rounds, of the slowest process for time, and of the largest one
-for memory. Run it on an otherwise idle machine.
+Each round plans a model with `unisono plan`, and then runs each placement as the plan says to type it, with the
+recorder that the plan itself uses. So a machine whose speed changes between rounds affects both sides. A round begins
+with another placement than the one before. Predictions and measurements are medians over rounds. A run counts the time
+of the slowest process, and the memory of the largest one. Run it on an otherwise idle machine.
 
     memory     limit 10 %
     step       limit 15 %
-    choice     step time of the plan's first choice over that of the best measured placement: limit 1.05
+    choice     step time of a plan's first choice over that of the best measured placement: limit 1.05
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def measured(line: str, steps: int) -> dict[str, float]:
 def measure(
     name: str, case: Case, folder: Path, ranks: int, steps: int, rounds: int, only: Sequence[str]
 ) -> dict[str, Any]:
-    """Plan a model and measure its placements, and return both. What the folder holds already is not repeated."""
+    """Plan a model and run its placements, in rounds, and return both. What the folder holds is not repeated."""
     file = folder / f"{name}.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if not kept:
-        kept = {"plan": planned(case, ranks, steps), "runs": {}}
-        file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-    candidates = [each for each in kept["plan"]["candidates"] if case.runs(each["placement"])]
-    candidates = [each for each in candidates if not only or each["placement"] in only]
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"plans": [], "runs": {}}
     for number in range(rounds):
+        if len(kept["plans"]) <= number:
+            kept["plans"].append(planned(case, ranks, steps))
+            file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+        candidates = [each for each in kept["plans"][number]["candidates"] if case.runs(each["placement"])]
+        candidates = [each for each in candidates if not only or each["placement"] in only]
         first = number * len(candidates) // rounds
         for each in [*candidates[first:], *candidates[:first]]:
             runs = kept["runs"].setdefault(each["placement"], [])
@@ -129,17 +129,23 @@ def measure(
 
 
 def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return predictions beside measurements, in the order of the plan."""
-    rows = []
-    for each in (each for each in kept["plan"]["candidates"] if each["placement"] in kept["runs"]):
-        runs = kept["runs"][each["placement"]]
-        row: dict[str, Any] = {"model": name, "placement": each["placement"], "processes": each["processes"]}
-        for part, predicted in (("memory", each["memory"]), ("step", each["step_seconds"])):
-            found = statistics.median(run[part] for run in runs)
+    """Return predictions beside measurements, quickest placement first, and what the choices of the plans cost."""
+    rows, firsts = [], []
+    for placement, runs in kept["runs"].items():
+        plans = [each for plan in kept["plans"] for each in plan["candidates"] if each["placement"] == placement]
+        row: dict[str, Any] = {"model": name, "placement": placement, "processes": plans[0]["processes"]}
+        for part, key in (("memory", "memory"), ("step", "step_seconds")):
+            found, predicted = (statistics.median(each[k] for each in some) for some, k in ((runs, part), (plans, key)))
             row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
         rows.append(row)
-    best = min(row["step"] for row in rows)
-    return {"rows": rows, "choice": rows[0]["step"] / best, "notes": kept["plan"]["notes"]}
+    steps = {row["placement"]: row["step"] for row in rows}
+    for plan in kept["plans"]:
+        firsts.append(next(steps[each["placement"]] for each in plan["candidates"] if each["placement"] in steps))
+    return {
+        "rows": sorted(rows, key=lambda row: float(row["step_predicted"])),
+        "choice": statistics.median(firsts) / min(steps.values()),
+        "notes": sorted({note for plan in kept["plans"] for note in plan["notes"]}),
+    }
 
 
 def summary(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -184,7 +190,7 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
     flags.add_argument("--folder", type=Path, help="keep plans and runs here, and continue with those that it holds")
-    flags.add_argument("--rounds", type=int, default=ROUNDS, help="runs of each placement")
+    flags.add_argument("--rounds", type=int, default=ROUNDS, help="plans, and runs of each placement")
     flags.add_argument("--only", nargs="+", default=(), help="run these placements, by their names in the plan")
     args = flags.parse_args()
     cases = QUICK if args.quick else {name: CASES[name] for name in args.models}
