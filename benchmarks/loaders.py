@@ -6,8 +6,10 @@
 
 The packages webdataset and mosaicml-streaming are optional peers: an arm whose package is missing is left out. All arms
 decode with the same function, make batches of 64, and have equally many loader workers. In each round every arm reads
-the same number of samples, one arm after the other, with all loaders open. The figures are medians over the rounds, and
-ratios within a round.
+the same number of samples, one arm after the other, with all loaders open. Before an arm is read, the workers of the
+arm before it have time to fetch ahead and stop. The figures are medians over the rounds, and ratios within a round.
+The rounds are short and many, so that a machine whose speed changes affects all arms alike. The time of the processors
+includes that of the workers. It varies less than the throughput where other programs, or other guests, disturb.
 
 Then a small network is trained on the shards on one and on three processes, with and without workers, and once with a
 kill -9 and a resume on another number of processes. The exit status is 1 if a fingerprint differs.
@@ -27,12 +29,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.loader_arms import ARMS, first_samples, write_mds, write_pictures
 from benchmarks.machine import ROOT, parser, python_path, ratio, show, spread
 
 PACKAGES = {"webdataset": "webdataset", "mosaic": "streaming"}
+PAUSE = 0.3
+"""Seconds in which workers fetch the batches that they fetch ahead."""
+ME = psutil.Process()
 SCRIPT = ROOT / "benchmarks" / "loaders_script.py"
 
 
@@ -51,20 +57,32 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path()}
 
 
-def measure(data: Path, arms: list[str], workers: int, rounds: int, samples: int) -> dict[str, list[float]]:
-    """Return samples a second of each arm in each round."""
+def measure(data: Path, arms: list[str], workers: int, rounds: int, samples: int) -> dict[str, dict[str, list[float]]]:
+    """Return what each arm took in each round: samples a second, and microseconds of all processors for a sample."""
     torch.set_num_threads(1)
-    opened = {name: ARMS[name](data, workers) for name in arms}
-    for arm in opened.values():
-        first_samples(arm, samples // 4)
-    found: dict[str, list[float]] = {name: [] for name in arms}
+    opened, processes = {}, {}
+    for name in arms:
+        before = set(ME.children())
+        opened[name] = ARMS[name](data, workers)
+        first_samples(opened[name], samples // 4)
+        processes[name] = [ME, *(set(ME.children()) - before)]
+    found: dict[str, dict[str, list[float]]] = {name: {"speed": [], "cpu": []} for name in arms}
+    order = random.Random(0)  # the arms draw from the global generator, and ours seeds it
     for _ in range(rounds):
-        for name in random.sample(arms, len(arms)):
-            first_samples(opened[name], 64 * 2 * max(workers, 1))  # what was fetched while others were read
+        for name in order.sample(arms, len(arms)):
+            used = cpu_seconds(processes[name])
+            ahead = first_samples(opened[name], 64 * 2 * max(workers, 1))  # what was fetched while others were read
             began = time.perf_counter()
             seen = first_samples(opened[name], samples)
-            found[name].append(seen / (time.perf_counter() - began))
+            found[name]["speed"].append(seen / (time.perf_counter() - began))
+            time.sleep(PAUSE if workers else 0)
+            found[name]["cpu"].append((cpu_seconds(processes[name]) - used) / (ahead + seen) * 1e6)
     return found
+
+
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """Return the seconds that processors have computed for these processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def start(data: Path, run: Path, ranks: int, workers: int, *more: str) -> subprocess.Popen[bytes]:
@@ -100,8 +118,6 @@ def fingerprints(data: Path, folder: Path) -> dict[str, str]:
 
 def kill_all(pid: int) -> None:
     """Kill a process and its descendants."""
-    import psutil  # type: ignore[import-untyped]
-
     for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
         process.send_signal(signal.SIGKILL)
 
@@ -110,8 +126,8 @@ def main() -> int:
     flags = parser(__doc__)
     flags.add_argument("--samples", type=int, default=20_000, help="pictures")
     flags.add_argument("--data", type=Path, help="where they are written, and kept")
-    flags.add_argument("--rounds", type=int, default=7)
-    flags.add_argument("--part", type=int, default=4096, help="samples that an arm reads in a round")
+    flags.add_argument("--rounds", type=int, default=41)
+    flags.add_argument("--part", type=int, default=1024, help="samples that an arm reads in a round")
     flags.add_argument("--skip", action="append", default=[], choices=["speed", "bits"])
     given = flags.parse_args()
     amount, rounds, part = (400, 2, 128) if given.quick else (given.samples, given.rounds, given.part)
@@ -132,9 +148,11 @@ def table(figures: dict[str, Any]) -> str:
     """Return the figures as text."""
     lines = [f"{figures['samples']} pictures; missing: {', '.join(figures['missing']) or 'nothing'}"]
     for workers, found in figures.get("speed", {}).items():
-        lines += ["", f"{workers} workers        samples a second             ours relative to it"]
-        for name, speeds in found.items():
-            lines.append(f"{name:12} {spread(speeds):8.0f}     {ratio(found['ours'], speeds):.3f}")
+        for part, unit in (("speed", "samples a second"), ("cpu", "us of processors a sample")):
+            lines += ["", f"{workers} workers        {unit:25}    ours relative to it"]
+            for name, all_parts in found.items():
+                values, ours = all_parts[part], found["ours"][part]
+                lines.append(f"{name:12} {spread(values):8.0f}     {ratio(ours, values):.3f}")
     for way, digest in figures.get("bits", {}).items():
         lines.append(f"{digest[:16]}  {way}")
     return "\n".join(lines)
