@@ -55,6 +55,7 @@ JUSTIFIED = {
     ("exchange/choose.py", "importlib"): "names of the library's own modules, from a table",
     ("exchange/kernels/device_kernels.py", "importlib"): "one name of the library's own",
     ("train/loop.py", "importlib"): "names of the library's own modules, from a table",
+    ("data/rng.py", "ctypes"): "reads the words of numpy's generator",
     ("machine/tcp_traffic.py", "ctypes"): "calls getsockopt of the C library",
     ("tensors/mapped_memory.py", "ctypes"): "calls mmap of the C library",
     ("distributed/shared_memory.py", "ctypes"): "calls mmap of the C library",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from unisono.data.loader import FetchTask, MicroBatchDataset
-from unisono.data.rng import drawn_between, get_state, same_state, seed_everything, set_state
+from unisono.data.rng import drawn_since, get_state, mark, same_state, seed_everything, set_state
 from unisono.plan.batch_order import MicroBatchId
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -46,18 +47,37 @@ def test_a_draw_changes_the_state(draw: Callable[[], Any]) -> None:
         assert not same_state(before, get_state())
 
 
+@EACH_DRAW
+def test_any_number_of_draws_is_noticed(draw: Callable[[], Any]) -> None:
+    for draws in (1, 2, 311, 312, 313, 623, 624, 625, 1248):  # a Mersenne Twister has 624 words, and a float takes two
+        seed_everything(7)
+        before = mark()
+        assert drawn_since(before) is None
+        for _ in range(draws):
+            draw()
+        assert drawn_since(before) is not None
+
+
+def test_the_words_of_numpy_are_where_they_are_read() -> None:
+    seed_everything(7)
+    np.random.rand(5)
+    state: Any = np.random.get_state()
+    _, words, used, *_ = state
+    assert mark()[1] == words.tobytes() + int(used).to_bytes(4, sys.byteorder)
+
+
 def test_only_generators_that_were_drawn_from_are_sent() -> None:
     seed_everything(7)
-    before = get_state()
-    assert drawn_between(before, get_state()) is None
+    before = mark()
+    assert drawn_since(before) is None
     random.random()
-    drawn = drawn_between(before, get_state())
+    drawn = drawn_since(before)
     assert drawn is not None
     assert drawn[:2] == (None, None)
     torch.rand(3)
     np.random.rand(3)
     after = get_state()
-    found = pickle.loads(pickle.dumps(drawn_between(before, after)))
+    found = pickle.loads(pickle.dumps(drawn_since(before)))
     assert all(part is not None for part in found)
     seed_everything(7)
     set_state(found)

@@ -29,8 +29,9 @@ from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, i
 from unisono.data.rng import (
     Drawn,
     State,
-    drawn_between,
+    drawn_since,
     get_state,
+    mark,
     seed_device,
     seed_everything,
     seed_others,
@@ -113,14 +114,14 @@ class MicroBatchDataset(Dataset[Any]):
             return self.fetch(task), get_state()
         keep_memory_format()
         seed_everything(task.key)
-        before = get_state()
+        before = mark()
         try:
             batch = self.fetch(task)
         except UnisonoError as error:  # torch would raise it with the worker's traceback in place of its first line
             if error.__cause__ is not None:  # a mistake of the script, whose traceback helps
                 raise
             return RaisedInWorker(error), None
-        return batch, drawn_between(before, get_state())
+        return batch, drawn_since(before)
 
     def fetch(self, task: FetchTask) -> Any:
         """Return the batch, and leave the generators in the states that the loop's body starts with."""
