@@ -9,7 +9,7 @@ decode with the same function, make batches of 64, and have equally many loader 
 the same number of samples, one arm after the other, with all loaders open. Before an arm is read, the workers of the
 arm before it have time to fetch ahead and stop. The figures are medians over the rounds, and ratios within a round.
 The rounds are short and many, so that a machine whose speed changes affects all arms alike. The time of the processors
-includes that of the workers. It varies less than the throughput where other programs, or other guests, disturb.
+includes that of the workers. It varies less than the throughput while other programs run.
 
 Then a small network is trained on the shards on one and on three processes, with and without workers, and once with a
 kill -9 and a resume on another number of processes. The exit status is 1 if a fingerprint differs.

@@ -130,7 +130,7 @@ def measure(
 
 def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return predictions beside measurements, quickest placement first, and what the choices of the plans cost."""
-    rows, firsts = [], []
+    rows = []
     for placement, runs in kept["runs"].items():
         plans = [each for plan in kept["plans"] for each in plan["candidates"] if each["placement"] == placement]
         row: dict[str, Any] = {"model": name, "placement": placement, "processes": plans[0]["processes"]}
@@ -139,11 +139,11 @@ def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
             row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
         rows.append(row)
     steps = {row["placement"]: row["step"] for row in rows}
-    for plan in kept["plans"]:
-        firsts.append(next(steps[each["placement"]] for each in plan["candidates"] if each["placement"] in steps))
+    in_order = [[each["placement"] for each in plan["candidates"]] for plan in kept["plans"]]
+    chosen = [next(steps[placement] for placement in plan if placement in steps) for plan in in_order]
     return {
         "rows": sorted(rows, key=lambda row: float(row["step_predicted"])),
-        "choice": statistics.median(firsts) / min(steps.values()),
+        "choice": statistics.median(chosen) / min(steps.values()),
         "notes": sorted({note for plan in kept["plans"] for note in plan["notes"]}),
     }
 

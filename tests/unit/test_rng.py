@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from unisono.data.loader import FetchTask, MicroBatchDataset
-from unisono.data.rng import drawn_since, get_state, mark, same_state, seed_everything, set_state
+from unisono.data.rng import comparable_state, drawn_since, get_state, same_state, seed_everything, set_state
 from unisono.plan.batch_order import MicroBatchId
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -51,7 +51,7 @@ def test_a_draw_changes_the_state(draw: Callable[[], Any]) -> None:
 def test_any_number_of_draws_is_noticed(draw: Callable[[], Any]) -> None:
     for draws in (1, 2, 311, 312, 313, 623, 624, 625, 1248):  # a Mersenne Twister has 624 words, and a float takes two
         seed_everything(7)
-        before = mark()
+        before = comparable_state()
         assert drawn_since(before) is None
         for _ in range(draws):
             draw()
@@ -63,12 +63,12 @@ def test_the_words_of_numpy_are_where_they_are_read() -> None:
     np.random.rand(5)
     state: Any = np.random.get_state()
     _, words, used, *_ = state
-    assert mark()[1] == words.tobytes() + int(used).to_bytes(4, sys.byteorder)
+    assert comparable_state()[1] == words.tobytes() + int(used).to_bytes(4, sys.byteorder)
 
 
 def test_only_generators_that_were_drawn_from_are_sent() -> None:
     seed_everything(7)
-    before = mark()
+    before = comparable_state()
     assert drawn_since(before) is None
     random.random()
     drawn = drawn_since(before)

@@ -29,9 +29,9 @@ from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, i
 from unisono.data.rng import (
     Drawn,
     State,
+    comparable_state,
     drawn_since,
     get_state,
-    mark,
     seed_device,
     seed_everything,
     seed_others,
@@ -114,7 +114,7 @@ class MicroBatchDataset(Dataset[Any]):
             return self.fetch(task), get_state()
         keep_memory_format()
         seed_everything(task.key)
-        before = mark()
+        before = comparable_state()
         try:
             batch = self.fetch(task)
         except UnisonoError as error:  # torch would raise it with the worker's traceback in place of its first line

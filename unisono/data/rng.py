@@ -20,11 +20,11 @@ _seed_numpy = _numpy.random_sample.__self__.seed  # np.random.seed allows for ot
 State = tuple[torch.Tensor, Any, Any]
 """The states of torch's, numpy's and Python's generator on the CPU; about 10 kB."""
 
-Mark = tuple[torch.Tensor, bytes, Any]
-"""The states of the generators in a form that is quick to take and can only be compared."""
+ComparableState = tuple[torch.Tensor, bytes, Any]
+"""The states of torch's, numpy's and Python's generator, which can be compared and not restored."""
 
 MT19937_BYTES = 4 * 625
-"""The 624 words of numpy's generator, and the number of those that are used up."""
+"""Bytes of numpy's generator: 624 words, and the number of words that are used up."""
 
 Drawn = tuple[np.ndarray[Any, Any] | None, Any, Any]
 """The states of the generators that were drawn from, and None for the others. It is for another process, so it has no
@@ -145,13 +145,13 @@ class RngStates:
         return True
 
 
-def mark() -> Mark:
-    """Return what the generators of the CPU must still have if no number was drawn."""
+def comparable_state() -> ComparableState:
+    """Return the states of the CPU's generators for `drawn_since`. Call it right after `seed_everything`."""
     return torch.default_generator.get_state(), _numpy_words(), random.getstate()
 
 
-def drawn_since(before: Mark) -> Drawn | None:
-    """Return the states of the generators that were drawn from since then; None: no number was drawn."""
+def drawn_since(before: ComparableState) -> Drawn | None:
+    """Return the states of the generators that were drawn from since `before`; None: no number was drawn."""
     now = torch.default_generator.get_state()
     of_torch = None if torch.equal(before[0], now) else now.numpy()
     of_numpy = None if before[1] == _numpy_words() else np.random.get_state()
