@@ -7,11 +7,13 @@
 Each round plans a model with `unisono plan`, and then runs each placement as the plan says to type it, with the
 recorder that the plan itself uses. So a machine whose speed changes between rounds affects both sides. A round begins
 with another placement than the one before. Predictions and measurements are medians over rounds. A run counts the time
-of the slowest process, and the memory of the largest one. Run it on an otherwise idle machine.
+of the slowest process, and the memory of the largest one. Afterwards the first choices of the plans and the placements
+that were measured close to the best one run again, in turns: the choice counts by the medians of these turns. Run it on
+an otherwise idle machine.
 
     memory     limit 10 %
     step       limit 15 %
-    choice     step time of a plan's first choice over that of the best measured placement: limit 1.05
+    choice     step time of a plan's first choice over that of the best placement, in turns: limit 1.05
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from unisono.environment import inherited
 
 SCRIPT = "benchmarks/plan_accuracy_script.py"
 MEMORY_LIMIT, STEP_LIMIT, CHOICE_LIMIT = 0.10, 0.15, 1.05
-RANKS, STEPS, ROUNDS = 4, 7, 2
+RANKS, STEPS, ROUNDS, TURNS = 4, 7, 2, 9
+CLOSE, MOST_CLOSE = 1.2, 4
 
 
 class Case(NamedTuple):
@@ -107,25 +110,52 @@ def measured(line: str, steps: int) -> dict[str, float]:
     }
 
 
-def measure(
-    name: str, case: Case, folder: Path, ranks: int, steps: int, rounds: int, only: Sequence[str]
-) -> dict[str, Any]:
+class Amount(NamedTuple):
+    """How much is measured: processes and steps of a run, rounds, and turns of the quickest placements."""
+
+    ranks: int
+    steps: int
+    rounds: int
+    turns: int
+
+
+def measure(name: str, case: Case, folder: Path, amount: Amount, only: Sequence[str]) -> dict[str, Any]:
     """Plan a model and run its placements, in rounds, and return both. What the folder holds is not repeated."""
     file = folder / f"{name}.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"plans": [], "runs": {}}
-    for number in range(rounds):
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"plans": [], "runs": {}, "turns": []}
+    for number in range(amount.rounds):
         if len(kept["plans"]) <= number:
-            kept["plans"].append(planned(case, ranks, steps))
+            kept["plans"].append(planned(case, amount.ranks, amount.steps))
             file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
         candidates = [each for each in kept["plans"][number]["candidates"] if case.runs(each["placement"])]
         candidates = [each for each in candidates if not only or each["placement"] in only]
-        first = number * len(candidates) // rounds
+        first = number * len(candidates) // amount.rounds
         for each in [*candidates[first:], *candidates[:first]]:
             runs = kept["runs"].setdefault(each["placement"], [])
             if len(runs) <= number:
-                runs.append(measured(each["line"], steps))
+                runs.append(measured(each["line"], amount.steps))
                 file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    lines = {each["placement"]: each["line"] for each in kept["plans"][0]["candidates"]}
+    close = close_placements(kept)
+    for number in range(len(kept["turns"]), amount.turns):
+        order = close[number % len(close) :] + close[: number % len(close)]
+        kept["turns"].append({placement: measured(lines[placement], amount.steps)["step"] for placement in order})
+        file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
     return rows_of(name, kept)
+
+
+def close_placements(kept: Mapping[str, Any]) -> list[str]:
+    """Return the first choices of the plans, and the placements that were measured close to the best one."""
+    steps = {placement: statistics.median(run["step"] for run in runs) for placement, runs in kept["runs"].items()}
+    quickest = sorted(steps, key=lambda placement: steps[placement])[:MOST_CLOSE]
+    close = [placement for placement in quickest if steps[placement] <= CLOSE * steps[quickest[0]]]
+    return list(dict.fromkeys([*choices_of(kept), *close]))
+
+
+def choices_of(kept: Mapping[str, Any]) -> list[str]:
+    """Return the first choice of each plan, of the placements that were run."""
+    in_order = [[each["placement"] for each in plan["candidates"]] for plan in kept["plans"]]
+    return [next(placement for placement in plan if placement in kept["runs"]) for plan in in_order]
 
 
 def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,12 +168,13 @@ def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
             found, predicted = (statistics.median(each[k] for each in some) for some, k in ((runs, part), (plans, key)))
             row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
         rows.append(row)
-    steps = {row["placement"]: row["step"] for row in rows}
-    in_order = [[each["placement"] for each in plan["candidates"]] for plan in kept["plans"]]
-    chosen = [next(steps[placement] for placement in plan if placement in steps) for plan in in_order]
+    turns = kept["turns"] or [{row["placement"]: row["step"] for row in rows}]
+    steps = {each: statistics.median(turn[each] for turn in turns) for each in turns[0]}
+    chosen = [steps[placement] for placement in choices_of(kept)]
     return {
         "rows": sorted(rows, key=lambda row: float(row["step_predicted"])),
         "choice": statistics.median(chosen) / min(steps.values()),
+        "turns": steps,
         "notes": sorted({note for plan in kept["plans"] for note in plan["notes"]}),
     }
 
@@ -191,14 +222,15 @@ def main() -> None:
     flags.add_argument("--models", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=", ".join(CASES))
     flags.add_argument("--folder", type=Path, help="keep plans and runs here, and continue with those that it holds")
     flags.add_argument("--rounds", type=int, default=ROUNDS, help="plans, and runs of each placement")
+    flags.add_argument("--turns", type=int, default=TURNS, help="runs of the quickest placements, in turns")
     flags.add_argument("--only", nargs="+", default=(), help="run these placements, by their names in the plan")
     args = flags.parse_args()
     cases = QUICK if args.quick else {name: CASES[name] for name in args.models}
-    ranks, steps, rounds = (2, WARM_UP + 1, 1) if args.quick else (RANKS, STEPS, args.rounds)
+    amount = Amount(2, WARM_UP + 1, 1, 1) if args.quick else Amount(RANKS, STEPS, args.rounds, args.turns)
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        models = {name: measure(name, case, folder, ranks, steps, rounds, args.only) for name, case in cases.items()}
+        models = {name: measure(name, case, folder, amount, args.only) for name, case in cases.items()}
     show("plan_accuracy", {"models": models, "summary": summary(models)}, lambda: table(models), as_json=args.json)
 
 

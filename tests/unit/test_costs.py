@@ -173,7 +173,7 @@ def test_recomputation_makes_micro_batches_longer() -> None:
 def test_a_time_that_was_not_measured_is_not_known() -> None:
     assert seconds_of(COSTS, RUNS, Placement(3)) is None
     assert seconds_of(replace(COSTS, seconds=None), RUNS, Placement()) is None
-    assert seconds_of(replace(COSTS, seconds=None), RUNS, REPLICAS) is None
+    assert seconds_of(replace(COSTS, seconds=None), RUNS, replace(REPLICAS, recompute=True)) is None
     assert seconds_of(COSTS, replace(RUNS, together={}), SHARDS) is None
 
 

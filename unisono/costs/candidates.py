@@ -20,12 +20,14 @@ class Candidate:
         memory: The memory of a process by part; None: it is not known.
         seconds: The time of a step; None: it was not measured.
         samples: The samples of a step.
+        trials: The short runs of this placement; 0: its time follows from those of others.
     """
 
     placement: Placement
     memory: MemoryParts | None
     seconds: float | None
     samples: int
+    trials: int = 0
 
     def fits(self, limit: int | None) -> bool:
         """Return whether a process needs at most `limit` bytes; None: there is no limit."""

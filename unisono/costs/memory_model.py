@@ -139,6 +139,8 @@ class MeasuredPeaks:
         """Return by how much more the model is exceeded than on one process; 0: not measured."""
         if placement.processes == 1:
             return 0
+        if placement in self.peaks:
+            return self._excess(placement)
         found = self._excess(placement.without_recompute)
         pair = placement.pair
         if not placement.recompute or pair not in self.peaks:

@@ -64,6 +64,10 @@ class StepSeconds:
     update: float
     rest: float
 
+    def step(self, rounds: int) -> float:
+        """Return the time of a step with so many micro-batches."""
+        return rounds * self.round + self.update + self.rest
+
 
 @dataclass(frozen=True)
 class RecordedCosts:
@@ -108,7 +112,7 @@ class RecordedCosts:
         """The time of a step on one process; None: it was not measured."""
         if self.seconds is None:
             return None
-        return sum(self.micro_batches) * self.seconds.round + self.seconds.update + self.seconds.rest
+        return self.seconds.step(sum(self.micro_batches))
 
 
 def state_of(content: Mapping[str, Any]) -> StateBytes:

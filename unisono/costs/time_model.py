@@ -4,8 +4,8 @@
 
 Short runs measure all three for one process and for each placement of several. They show what no count of operations
 does: how much slower a process computes while others compute as well, how much of the exchange the last backward pass
-hides, and what a gather costs. Recomputation is measured on one and two processes. On more of them it makes a
-micro-batch longer, as much as on two, and nothing else.
+hides, and what a gather costs. Recomputation is measured on one and two processes. On more of them, where it was not
+measured, it makes a micro-batch longer, as much as on two, and nothing else.
 
     load     a micro-batch among n replicas, over one on a process alone
 """
@@ -26,7 +26,7 @@ class ShortRuns:
 
     Attributes:
         alone: The time of a step on one process; None: it was not measured.
-        together: The time of a step on several processes, by the placement. With recomputation some suffice.
+        together: The time of a step, by the placement. With recomputation, those of some are enough.
         cores: Cores that processes share, for numbers of replicas that were not measured; 0: each has a device.
     """
 
@@ -62,18 +62,16 @@ def seconds_of(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> f
         runs: What was measured.
         placement: The placement.
     """
+    rounds = rounds_of_busiest(costs.micro_batches, placement)
+    measured = runs.together.get(placement)
+    if measured is not None:
+        return measured.step(rounds)
     if placement.processes == 1:
         return costs.step_seconds
-    if costs.seconds is None or runs.alone is None:
+    plain = runs.together.get(placement.without_recompute)
+    if plain is None or costs.seconds is None or runs.alone is None:
         return None
-    rounds, longer = rounds_of_busiest(costs.micro_batches, placement), 0.0
-    found = runs.together.get(placement)
-    if found is None:
-        found = runs.together.get(placement.without_recompute)
-        if found is None:
-            return None
-        longer = _recompute_seconds(costs, runs, placement)
-    return rounds * (found.round + longer) + found.update + found.rest
+    return plain.step(rounds) + rounds * _recompute_seconds(costs, runs, placement)
 
 
 def _recompute_seconds(costs: RecordedCosts, runs: ShortRuns, placement: Placement) -> float:

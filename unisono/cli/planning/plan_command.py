@@ -19,7 +19,7 @@ from unisono.costs.device_table import bytes_in
 from unisono.costs.recorded_costs import WARM_UP
 from unisono.errors import SettingsError
 
-STEPS = 6
+STEPS, TRIALS = 6, 3
 
 
 def plan(
@@ -30,6 +30,7 @@ def plan(
     memory: Annotated[str, Parameter(metavar="SIZE", show_default=False, group=WHERE)] = "",
     steps: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = STEPS,
     virtual_ranks: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
+    trials: Annotated[int, WHOLE, Parameter(metavar="N", group=WHERE)] = TRIALS,
     offload: Annotated[bool, Parameter(negative=(), show_default=False, group=WHERE)] = False,
     rates: RateFlags = RateFlags(),  # noqa: B008  (frozen)
     compared: DeviceRequest = DeviceRequest(),  # noqa: B008  (frozen)
@@ -52,6 +53,8 @@ def plan(
         Number of steps that processes compute. The first 2 are not timed.
     virtual_ranks
         Also measure the same batch with 1, 2, 4, ..., 32 virtual ranks on one process.
+    trials
+        How often placements that are close to the quickest are measured.
     offload
         Also plan shards in the memory of the host (parallel.offload), on this machine.
     """
@@ -59,6 +62,7 @@ def plan(
     words += ["--memory", memory] if memory else []
     words += ["--steps", str(steps)] if steps != STEPS else []
     words += ["--virtual-ranks"] if virtual_ranks else []
+    words += ["--trials", str(trials)] if trials != TRIALS else []
     words += ["--offload"] if offload else []
     words += compared.words
     line = request.line("unisono", "plan", target, *words)
@@ -68,6 +72,9 @@ def plan(
     if steps <= WARM_UP:
         facts = f"The first {WARM_UP} steps are not timed."
         raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
+    if trials < 1:
+        facts = "Each placement is measured once at least."
+        raise SettingsError(f"--trials {trials} is out of range.", facts, str(line.flag("--trials", str(TRIALS))))
     limit = bytes_of_text(memory, line) if memory else None
     devices = compared.found(line)
     script, threads, *_ = checked(target, 1 if ranks is None else ranks, request, line)
@@ -85,6 +92,7 @@ def plan(
             limit=limit,
             compares_virtual_ranks=virtual_ranks,
             offloads=offload,
+            trials=trials,
             devices=devices,
             run_line=request.line("unisono", "run", target).without("--json"),
         ).run()

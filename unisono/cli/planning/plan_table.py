@@ -11,6 +11,7 @@ from unisono.costs.candidates import Candidate, ranked
 from unisono.costs.memory_model import MemoryParts
 from unisono.costs.placements import NOT_PREDICTED, Placement
 from unisono.costs.recorded_costs import RecordedCosts
+from unisono.errors import SettingsError
 
 SHOWN_LAYERS = 3
 
@@ -44,6 +45,26 @@ class PlanTable:
     def first(self) -> Candidate | None:
         """The first choice; None: nothing fits."""
         return next(iter(self.fitting), None)
+
+    def refuse_small_memory(self, limit: int, line: CommandLine, notes: Sequence[str]) -> None:
+        """Raise SettingsError if no placement fits.
+
+        Args:
+            limit: The bytes of --memory.
+            line: The command of the plan.
+            notes: What could not be measured.
+        """
+        if self.fitting:
+            return
+        known = [each for each in self.candidates if each.memory is not None]
+        least = min(known, key=lambda each: each.memory.total if each.memory is not None else 0)
+        assert least.memory is not None
+        facts = (
+            f"The least that a process needs is {size(least.memory.total)} ({least.placement}). Parameters take "
+            f"{size(self.costs.state.parameters)}, and the process itself {size(least.memory.process)}."
+        )
+        do = line.flag("--memory", size(least.memory.total * 1.1).replace(" ", ""))
+        raise SettingsError(f"No placement fits in --memory {size(limit)}.", " ".join([facts, *notes]), str(do))
 
     def line_of(self, each: Candidate) -> CommandLine:
         """Return the command that trains with a placement."""
@@ -123,6 +144,7 @@ class PlanTable:
             "memory": each.memory.total if each.memory is not None else None,
             "memory_by_part": asdict(each.memory) if each.memory is not None else None,
             "step_seconds": each.seconds,
+            "trials": each.trials,
             "samples_per_second": each.samples / each.seconds if each.seconds else None,
             "line": str(self.line_of(each)),
         }

@@ -4,6 +4,7 @@ fake        a step of fake tensors: the memory of a micro-batch, whatever the si
 count       the same with real tensors, where the script cannot compute with fake ones
 measure     some steps on one process: time, and its peak of memory
 together    some steps of each placement on 2, 4, ... processes, and of those on 2 with recomputation
+again       (--trials) the same with the placements that are close to the quickest, in turns
 virtual     (--virtual-ranks) the same batch with 1, 2, 4, ..., 32 virtual ranks
 
 Counting and measuring run twice if activations can be recomputed: as the script is, and with recomputation. Trials that
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -29,13 +30,14 @@ from unisono.cli.planning.device_rows import device_entries, device_lines, small
 from unisono.cli.planning.plan_table import PlanTable, line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, size
-from unisono.costs.candidates import Candidate, candidate
+from unisono.costs.candidates import ranked
 from unisono.costs.device_costs import DeviceOffer, offers_of
 from unisono.costs.device_table import HERE, Device
-from unisono.costs.memory_model import RECOMPUTED, MeasuredPeaks, memory_of
+from unisono.costs.memory_model import RECOMPUTED, memory_of
+from unisono.costs.placement_trials import PlacementTrial, PlacementTrials
 from unisono.costs.placements import Placement, counts_up_to, placements
-from unisono.costs.recorded_costs import RecordedCosts, StepSeconds, costs_of, step_seconds, without_steps
-from unisono.costs.time_model import ShortRuns, rounds_of_busiest
+from unisono.costs.recorded_costs import RecordedCosts, costs_of, step_seconds, without_steps
+from unisono.costs.time_model import rounds_of_busiest
 from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
 from unisono.machine.control_group import memory_of_host
@@ -47,16 +49,12 @@ PROCESS = 350_000_000
 
 VIRTUAL_RANKS = (1, 2, 4, 8, 16, 32)
 
+MOST_AGAIN = 12
+"""The most short runs that --trials adds to a plan."""
+
 
 class StoppedPlanError(Exception):
     """The user stopped a trial."""
-
-
-class Together(NamedTuple):
-    """What a step on several processes took: its time, and the largest memory of a process."""
-
-    seconds: StepSeconds
-    peak: int
 
 
 @dataclass(kw_only=True)
@@ -68,6 +66,7 @@ class PlanTrials(TrialRunner):
         limit: The bytes that a process may use; None: its part of this machine.
         compares_virtual_ranks: Whether other numbers of virtual ranks are measured.
         offloads: Whether placements with parallel.offload are planned, too.
+        trials: How often the placements that are close to the quickest are measured.
         devices: The devices to compare; []: this machine alone.
         run_line: The command that trains, without a placement.
 
@@ -79,6 +78,7 @@ class PlanTrials(TrialRunner):
     limit: int | None
     compares_virtual_ranks: bool
     offloads: bool
+    trials: int
     devices: Sequence[Device]
     run_line: CommandLine
     notes: list[str] = field(default_factory=list)
@@ -112,22 +112,22 @@ class PlanTrials(TrialRunner):
     def _table(self, plain: RecordedCosts, again: RecordedCosts | None) -> PlanTable:
         """Plan placements on this machine."""
         most = self._most(plain)
-        counts = counts_up_to(most)
         virtual_ranks = self._by_virtual_ranks(plain) if self.compares_virtual_ranks else {}
         more = [most + 1] if most < len(plain.micro_batches) else []
         recomputed = RECOMPUTED if again is not None and most > 1 else ()
         wanted = [*placements(most, recompute=False, offload=self.offloads), *recomputed, *map(Placement, more)]
-        runs, peaks = self._together(plain, again, wanted)
-        by_setting = {False: plain, True: again}
-        found = [
-            candidate(placement, costs, runs, peaks)
-            for placement in placements(most, shards=self._shards, recompute=again is not None, offload=self.offloads)
-            if (costs := by_setting[placement.recompute]) is not None
-        ]
-        one_more = candidate(Placement(more[0]), plain, runs, peaks) if more else None
-        limits = {n: self._limit(n) for n in counts}
-        self._refuse_small_memory(plain, found, limits)
-        return PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
+        limits = {n: self._limit(n) for n in counts_up_to(most)}
+        trials = PlacementTrials(plain, again, _cores())
+        self._measure(trials, wanted)
+        listed = list(placements(most, shards=self._shards, recompute=again is not None, offload=self.offloads))
+        self._measure_again(trials, listed, limits)
+        self.notes += trials.notes()
+        found = [trials.candidate(placement) for placement in listed]
+        one_more = trials.candidate(Placement(more[0])) if more else None
+        table = PlanTable(plain, found, limits, self.run_line, one_more, virtual_ranks)
+        if self.limit is not None:
+            table.refuse_small_memory(self.limit, self.line, self.notes)
+        return table
 
     def _offers(
         self, device: Device, plain: RecordedCosts, again: RecordedCosts | None, table: PlanTable | None
@@ -220,21 +220,23 @@ class PlanTrials(TrialRunner):
         found: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return found
 
-    def _together(
-        self, plain: RecordedCosts, again: RecordedCosts | None, wanted: Sequence[Placement]
-    ) -> tuple[ShortRuns, MeasuredPeaks]:
-        """Measure placements on several processes."""
-        if plain.seconds is None:
-            return ShortRuns(), MeasuredPeaks(plain)
-        found: dict[Placement, Together] = {}
+    def _measure(self, trials: PlacementTrials, wanted: Iterable[Placement]) -> None:
+        """Measure placements on several processes, once each."""
+        if trials.plain.seconds is None:
+            return
         for placement in (each for each in wanted if each.processes > 1):
-            measured = self._measured(placement, plain) if self._shards or placement.shards == 1 else None
-            if measured is not None:
-                found[placement] = measured
-        runs = ShortRuns(plain.seconds, {each: measured.seconds for each, measured in found.items()}, _cores())
-        return runs, MeasuredPeaks(plain, again, {each: measured.peak for each, measured in found.items()})
+            if self._shards or placement.shards == 1:
+                trials.add(placement, self._measured(placement, trials.plain))
 
-    def _measured(self, placement: Placement, plain: RecordedCosts) -> Together | None:
+    def _measure_again(self, trials: PlacementTrials, listed: Sequence[Placement], limits: Mapping[int, int]) -> None:
+        """Measure the placements that are close to the quickest again, in turns."""
+        left = MOST_AGAIN
+        while turn := trials.turn(ranked([trials.candidate(each) for each in listed], limits), self.trials)[:left]:
+            for placement in turn:
+                trials.add(placement, self._measured(placement, trials.plain))
+            left -= len(turn)
+
+    def _measured(self, placement: Placement, plain: RecordedCosts) -> PlacementTrial | None:
         """Return what steps of a placement took; None: it does not fit this machine, or fails."""
         count, layout = placement.processes, LayoutSpec(placement.layout)
         if plain.rounds is not None and (need := count * memory_of(plain, placement).total) > _available():
@@ -251,7 +253,7 @@ class PlanTrials(TrialRunner):
             self.notes.append(f"A process of {count} died ({layout}), so their time is not known.")
             return None
         seconds = step_seconds(ranks, rounds_of_busiest(plain.micro_batches, placement))
-        return Together(seconds, max(rank["memory"]["peak"] for rank in ranks))
+        return PlacementTrial(seconds, max(rank["memory"]["peak"] for rank in ranks))
 
     def _by_virtual_ranks(self, plain: RecordedCosts) -> dict[int, float]:
         """Return the seconds of a step of the same batch, by the number of virtual ranks."""
@@ -274,21 +276,6 @@ class PlanTrials(TrialRunner):
     def _limit(self, count: int) -> int:
         """Return the bytes that one of `count` processes may use."""
         return self.limit if self.limit is not None else _memory() // count
-
-    def _refuse_small_memory(self, plain: RecordedCosts, found: list[Candidate], limits: Mapping[int, int]) -> None:
-        """Raise SettingsError if --memory is less than any placement needs."""
-        if self.limit is None or any(each.fits(limits[each.placement.processes]) for each in found):
-            return
-        known = [each for each in found if each.memory is not None]
-        least = min(known, key=lambda each: each.memory.total if each.memory is not None else 0)
-        assert least.memory is not None
-        facts = (
-            f"The least that a process needs is {size(least.memory.total)} ({least.placement}). Parameters take "
-            f"{size(plain.state.parameters)}, and the process itself {size(least.memory.process)}."
-        )
-        facts = " ".join([facts, *self.notes])
-        do = self.line.flag("--memory", size(least.memory.total * 1.1).replace(" ", ""))
-        raise SettingsError(f"No placement fits in --memory {size(self.limit)}.", facts, str(do))
 
     # -- the report
 
