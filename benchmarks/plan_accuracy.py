@@ -6,7 +6,7 @@
 
 Each round plans a model with `unisono plan`, and then runs each placement as the plan says to type it, with the
 recorder that the plan itself uses. So a machine whose speed changes between rounds affects both sides. A round begins
-with another placement than the one before. Predictions and measurements are medians over rounds. A run counts the time
+with another placement than the one before. Predictions and measurements are medians over rounds and turns. A run counts the time
 of the slowest process, and the memory of the largest one. Afterwards the first choices of the plans and the placements
 that were measured close to the best one run again, in turns: the choice counts by the medians of these turns. Run it on
 an otherwise idle machine.
@@ -164,8 +164,10 @@ def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
     for placement, runs in kept["runs"].items():
         plans = [each for plan in kept["plans"] for each in plan["candidates"] if each["placement"] == placement]
         row: dict[str, Any] = {"model": name, "placement": placement, "processes": plans[0]["processes"]}
+        turns = [turn[placement] for turn in kept["turns"] if placement in turn]
+        values = {"memory": [run["memory"] for run in runs], "step": [*(run["step"] for run in runs), *turns]}
         for part, key in (("memory", "memory"), ("step", "step_seconds")):
-            found, predicted = (statistics.median(each[k] for each in some) for some, k in ((runs, part), (plans, key)))
+            found, predicted = statistics.median(values[part]), statistics.median(plan[key] for plan in plans)
             row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
         rows.append(row)
     turns = kept["turns"] or [{row["placement"]: row["step"] for row in rows}]

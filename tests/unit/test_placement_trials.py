@@ -38,7 +38,7 @@ def turn(found: PlacementTrials, wanted: int = 3) -> list[Placement]:
 
 
 def test_placements_that_are_close_to_the_quickest_are_measured_again_in_turns() -> None:
-    found = trials(two=0.5, four=0.55)
+    found = trials(two=0.5, four=0.52)
     for _ in range(2):
         assert turn(found) == [TWO, FOUR]
         for placement in (TWO, FOUR):
@@ -46,6 +46,28 @@ def test_placements_that_are_close_to_the_quickest_are_measured_again_in_turns()
     assert turn(found) == []
     assert found.candidate(TWO).trials == 3
     assert found.candidate(ONE).trials == 1
+
+
+def test_placements_whose_runs_differ_are_measured_more_often() -> None:
+    found = trials(two=0.5, four=0.56)
+    for _ in range(2):
+        assert turn(found) == [TWO, FOUR]
+        found.add(TWO, short_run(0.6))
+        found.add(FOUR, short_run(0.62))
+    for _ in range(6):
+        assert set(turn(found)) == {TWO, FOUR}
+        found.add(TWO, short_run(0.6))
+        found.add(FOUR, short_run(0.62))
+    assert turn(found) == [], "nine runs of each"
+
+
+def test_a_placement_that_falls_behind_is_left_out() -> None:
+    found = trials(two=0.5, four=0.56)
+    assert turn(found) == [TWO, FOUR]
+    for _ in range(2):
+        found.add(TWO, short_run(0.5))
+        found.add(FOUR, short_run(0.66))
+    assert turn(found) == [], "nothing else is close to the quickest"
 
 
 def test_a_placement_that_is_ahead_of_all_others_is_not_measured_again() -> None:

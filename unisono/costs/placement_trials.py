@@ -2,7 +2,7 @@
 
 The speed of a machine varies, by its temperature or by neighbors that share its cores. A single short run of each
 placement then cannot rank placements that differ by less. So those that are close to the quickest are measured again,
-in turns. A placement counts with its run of median time.
+in turns, and more often where runs of one placement differ. A placement counts with its run of median time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,15 @@ from unisono.costs.time_model import ShortRuns, rounds_of_busiest
 
 CLOSE = 0.2
 """Placements whose step takes at most this share longer than the quickest are close to it."""
+
+VERY_CLOSE = 0.1
+"""The same, for placements that were measured as often as wanted."""
+
+STEADY = 0.1
+"""The share by which short runs of one placement differ on a machine of steady speed, at most."""
+
+MORE = 3
+"""How many times as many short runs are made on a machine whose speed varies."""
 
 MOST_CLOSE = 4
 """The most placements that are measured again in one turn."""
@@ -75,16 +84,15 @@ class PlacementTrials:
 
         Args:
             fitting: The candidates that fit, quickest first.
-            wanted: How often those that are close to the quickest are measured.
+            wanted: How often those that are close to the quickest are measured, on a machine of steady speed.
         """
-        known = [each for each in fitting if each.seconds is not None]
-        if not known or (quickest := known[0].seconds) is None:
-            return []
-        close = [each for each in known if each.seconds is not None and each.seconds <= (1 + CLOSE) * quickest]
+        close = [each.placement for each in self._close(fitting, wanted)]
         if len(close) == 1:
             wanted = 1  # no other placement can take its place
-        close = [each for each in close if each.placement not in self._failed]
-        return [each.placement for each in close[:MOST_CLOSE] if self.count(each.placement) < wanted]
+        elif any(self._spread(each) > STEADY for each in close):
+            wanted *= MORE
+        close = [each for each in close if each not in self._failed]
+        return [each for each in close[:MOST_CLOSE] if self.count(each) < wanted]
 
     def notes(self) -> list[str]:
         """Return a note for the report if short runs of one placement differ by more than `CLOSE`, else []."""
@@ -96,6 +104,15 @@ class PlacementTrials:
             f"Short runs of {placement} differ by {spreads[placement]:.0%}: the speed of this machine varies. "
             "Placements that differ by less may change their order."
         ]
+
+    def _close(self, fitting: Sequence[Candidate], wanted: int) -> list[Candidate]:
+        """Return the candidates that may be the quickest."""
+        quickest = min((each.seconds for each in fitting if each.seconds is not None), default=0.0)
+
+        def limit(each: Candidate) -> float:
+            return (1 + (CLOSE if each.trials < wanted else VERY_CLOSE)) * quickest
+
+        return [each for each in fitting if each.seconds is not None and each.seconds <= limit(each)]
 
     @property
     def _runs(self) -> ShortRuns:
@@ -112,8 +129,8 @@ class PlacementTrials:
         return found[(len(found) - 1) // 2]
 
     def _spread(self, placement: Placement) -> float:
-        steps = [self._step(placement, trial) for trial in self._found[placement]]
-        return max(steps) / min(steps) - 1
+        steps = [self._step(placement, trial) for trial in self._found.get(placement, ())]
+        return max(steps) / min(steps) - 1 if steps else 0.0
 
     def _step(self, placement: Placement, trial: PlacementTrial) -> float:
         return trial.seconds.step(rounds_of_busiest(self.plain.micro_batches, placement))

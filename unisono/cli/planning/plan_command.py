@@ -54,7 +54,8 @@ def plan(
     virtual_ranks
         Also measure the same batch with 1, 2, 4, ..., 32 virtual ranks on one process.
     trials
-        How often placements that are close to the quickest are measured.
+        How often placements that are close to the quickest are measured; up to three times as often on a machine whose
+        speed varies.
     offload
         Also plan shards in the memory of the host (parallel.offload), on this machine.
     """

@@ -49,8 +49,8 @@ PROCESS = 350_000_000
 
 VIRTUAL_RANKS = (1, 2, 4, 8, 16, 32)
 
-MOST_AGAIN = 12
-"""The most short runs that --trials adds to a plan."""
+MOST_AGAIN = 8
+"""The most short runs that each of --trials adds to a plan."""
 
 
 class StoppedPlanError(Exception):
@@ -230,7 +230,7 @@ class PlanTrials(TrialRunner):
 
     def _measure_again(self, trials: PlacementTrials, listed: Sequence[Placement], limits: Mapping[int, int]) -> None:
         """Measure the placements that are close to the quickest again, in turns."""
-        left = MOST_AGAIN
+        left = MOST_AGAIN * self.trials
         while turn := trials.turn(ranked([trials.candidate(each) for each in listed], limits), self.trials)[:left]:
             for placement in turn:
                 trials.add(placement, self._measured(placement, trials.plain))

@@ -131,7 +131,7 @@ def _numbers(value: Any, *names: str) -> list[array[int]]:
         found = [array("q", value[name]) for name in names]
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"a column is missing, or has something else than numbers: {error}") from None
-    if any(column and min(column) < 0 for column in found):
+    if any((np.asarray(column) < 0).any() for column in found):
         raise ValueError("a column has numbers below 0")
     return found
 
