@@ -11,7 +11,7 @@ import importlib.util
 import io
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,7 @@ from unisono.plan.assignment import Slot
 from unisono.plan.batch_order import BatchOrder
 
 SIZE, BATCH, WINDOW = 64, 64, 2000
-Sizes = Iterator[int]
+Sizes = Generator[int]
 
 
 def augmented(picture: Image.Image) -> torch.Tensor:
@@ -143,8 +143,11 @@ def ours(data: Path, workers: int) -> Sizes:
         device=torch.device("cpu"),
         workers=workers,
     )
-    for _, (x, _) in loader:
-        yield len(x)
+    try:
+        for _, (x, _) in loader:
+            yield len(x)
+    finally:
+        loader.close()
 
 
 ARMS: dict[str, Callable[[Path, int], Sizes]] = {

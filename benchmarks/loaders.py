@@ -8,8 +8,9 @@ The packages webdataset and mosaicml-streaming are optional peers: an arm whose 
 decode with the same function, make batches of 64, and have equally many loader workers. In each round every arm reads
 the same number of samples, one arm after the other, with all loaders open. Before an arm is read, the workers of the
 arm before it have time to fetch ahead and stop. The figures are medians over the rounds, and ratios within a round.
-The rounds are short and many, so that a machine whose speed changes affects all arms alike. The time of the processors
-includes that of the workers. It varies less than the throughput while other programs run.
+The rounds are short and many, so that a machine whose speed changes affects all arms alike. After each round all
+loaders are opened again: the speed of a process depends on where its memory is, by up to 10 %, for all of its life. The
+time of the processors includes that of the workers. It varies less than the throughput while other programs run.
 
 Then a small network is trained on the shards on one and on three processes, with and without workers, and once with a
 kill -9 and a resume on another number of processes. The exit status is 1 if a fingerprint differs.
@@ -60,15 +61,15 @@ def environment() -> dict[str, str]:
 def measure(data: Path, arms: list[str], workers: int, rounds: int, samples: int) -> dict[str, dict[str, list[float]]]:
     """Return what each arm took in each round: samples a second, and microseconds of all processors for a sample."""
     torch.set_num_threads(1)
-    opened, processes = {}, {}
-    for name in arms:
-        before = set(ME.children())
-        opened[name] = ARMS[name](data, workers)
-        first_samples(opened[name], samples // 4)
-        processes[name] = [ME, *(set(ME.children()) - before)]
     found: dict[str, dict[str, list[float]]] = {name: {"speed": [], "cpu": []} for name in arms}
     order = random.Random(0)  # the arms draw from the global generator, and ours seeds it
     for _ in range(rounds):
+        opened, processes = {}, {}
+        for name in order.sample(arms, len(arms)):
+            before = set(ME.children())
+            opened[name] = ARMS[name](data, workers)
+            first_samples(opened[name], samples // 4)
+            processes[name] = [ME, *(set(ME.children()) - before)]
         for name in order.sample(arms, len(arms)):
             used = cpu_seconds(processes[name])
             ahead = first_samples(opened[name], 64 * 2 * max(workers, 1))  # what was fetched while others were read
@@ -77,6 +78,8 @@ def measure(data: Path, arms: list[str], workers: int, rounds: int, samples: int
             found[name]["speed"].append(seen / (time.perf_counter() - began))
             time.sleep(PAUSE if workers else 0)
             found[name]["cpu"].append((cpu_seconds(processes[name]) - used) / (ahead + seen) * 1e6)
+        for arm in opened.values():
+            arm.close()
     return found
 
 

@@ -6,10 +6,10 @@
 
 Each round plans a model with `unisono plan`, and then runs each placement as the plan says to type it, with the
 recorder that the plan itself uses. So a machine whose speed changes between rounds affects both sides. A round begins
-with another placement than the one before. Predictions and measurements are medians over rounds and turns. A run counts the time
-of the slowest process, and the memory of the largest one. Afterwards the first choices of the plans and the placements
-that were measured close to the best one run again, in turns: the choice counts by the medians of these turns. Run it on
-an otherwise idle machine.
+with another placement than the one before. Predictions and measurements are medians over rounds and turns. A run counts
+the time of the slowest process, and the memory of the largest one. Afterwards the first choices of the plans and the
+placements that were measured close to the best one run again, in turns: the choice counts by the medians of these
+turns. Run it on an otherwise idle machine.
 
     memory     limit 10 %
     step       limit 15 %

@@ -70,12 +70,7 @@ def plan(
     if rates.given:
         return rates.test(target, ranks, request, line)
     refuse_unfit(line, steps, request)
-    if steps <= WARM_UP:
-        facts = f"The first {WARM_UP} steps are not timed."
-        raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
-    if trials < 1:
-        facts = "Each placement is measured once at least."
-        raise SettingsError(f"--trials {trials} is out of range.", facts, str(line.flag("--trials", str(TRIALS))))
+    _refuse_too_few(steps, trials, line)
     limit = bytes_of_text(memory, line) if memory else None
     devices = compared.found(line)
     script, threads, *_ = checked(target, 1 if ranks is None else ranks, request, line)
@@ -97,6 +92,16 @@ def plan(
             devices=devices,
             run_line=request.line("unisono", "run", target).without("--json"),
         ).run()
+
+
+def _refuse_too_few(steps: int, trials: int, line: CommandLine) -> None:
+    """Raise SettingsError if these steps or trials measure nothing."""
+    if steps <= WARM_UP:
+        facts = f"The first {WARM_UP} steps are not timed."
+        raise SettingsError(f"--steps {steps} is out of range.", facts, str(line.flag("--steps", str(STEPS))))
+    if trials < 1:
+        facts = "Each placement is measured once at least."
+        raise SettingsError(f"--trials {trials} is out of range.", facts, str(line.flag("--trials", str(TRIALS))))
 
 
 def bytes_of_text(text: str, line: CommandLine) -> int:
