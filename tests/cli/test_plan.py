@@ -178,8 +178,8 @@ def test_a_plan_lists_what_fits(tmp_path: Path, needs: str, capsys: pytest.Captu
     assert all("--set parallel.offload=true" in each["line"] for each in on_host)
     assert found["candidates"][0]["line"] == found["next"]
     first, *others = (each["trials"] for each in found["candidates"])
-    assert first in (1, 2)
-    assert (max(others) == 2) == (first == 2), "placements that are close to each other are measured again"
+    assert first >= 1, "the first choice is measured"
+    assert first == 1 or max(others) > 1, "placements that are close to each other are measured again"
     assert any("real ones were counted" in note for note in found["notes"]) == (needs != "pass")
 
 
