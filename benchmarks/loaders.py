@@ -9,7 +9,7 @@ decode with the same function, make batches of 64, and have equally many loader 
 the same number of samples, one arm after the other, with all loaders open. Before an arm is read, the workers of the
 arm before it have time to fetch ahead and stop. The figures are medians over the rounds, and ratios within a round.
 The rounds are short and many, so that a machine whose speed changes affects all arms alike. After each round all
-loaders are opened again: the speed of a process depends on where its memory is, by up to 10 %, for all of its life. The
+loaders are opened again: workers of one opening may be 10 % slower than those of another, for as long as they run. The
 time of the processors includes that of the workers. It varies less than the throughput while other programs run.
 
 Then a small network is trained on the shards on one and on three processes, with and without workers, and once with a

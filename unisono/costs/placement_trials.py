@@ -1,7 +1,7 @@
 """Short runs of placements: one of each, and further ones of the quickest.
 
-The speed of a machine varies, by its temperature or by neighbors that share its cores. A single short run of each
-placement then cannot rank placements that differ by less. So those that are close to the quickest are measured again,
+The speed of a machine may vary, for example if other virtual machines share its cores. A single short run of each
+placement cannot rank placements that differ by less. So those that are close to the quickest are measured again,
 in turns, and more often where runs of one placement differ. A placement counts with its run of median time.
 """
 
@@ -24,10 +24,10 @@ VERY_CLOSE = 0.1
 """The same, for placements that were measured as often as wanted."""
 
 STEADY = 0.1
-"""The share by which short runs of one placement differ on a machine of steady speed, at most."""
+"""Short runs of one placement differ by at most this share on a machine of steady speed."""
 
 MORE = 3
-"""How many times as many short runs are made on a machine whose speed varies."""
+"""The factor by which the number of short runs grows on a machine whose speed varies."""
 
 MOST_CLOSE = 4
 """The most placements that are measured again in one turn."""
