@@ -47,6 +47,7 @@ JUSTIFIED = {
         "data/loader_workers.py",
         "multiprocessing",
     ): "waits for the workers of torch's DataLoader, which this process forks",
+    ("data/worker_messages.py", "multiprocessing"): "how workers of torch's DataLoader send a batch to their parent",
     ("launcher/rank_logging.py", "multiprocessing"): "a lock that forked workers share",
     ("parallel/compiler_determinism.py", "importlib"): "notices that a module is imported, and imports none",
     ("trackers/registry.py", "importlib"): "the class that the user's setting `track` names",

@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from unisono.data.worker_messages import MOST_BYTES
+
 
 def are_rows(data: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Return whether this is torch's TensorDataset, or a Subset of one (as of random_split), with default_collate.
@@ -72,20 +74,31 @@ def collate(samples: list[Any]) -> Any:
     ]
 
 
-def keep_memory_format() -> None:
-    """Let this loader worker stack tensors into the layout that they get without workers.
+def stack_as_without_workers() -> None:
+    """Let this loader worker stack tensors into the type and the layout that they get without workers.
 
-    In a worker torch stacks into shared memory, contiguously; without one, samples in channels_last make such a batch.
+    In a worker torch stacks into shared memory of the first sample's type, contiguously. Without one, samples of mixed
+    types are promoted, and samples in channels_last make such a batch. Small stacks are not put in shared memory, since
+    they are sent as bytes (worker_messages.py).
     """
     if default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn:
         default_collate_fn_map[torch.Tensor] = _stack
 
 
 def _stack(samples: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
-    if all(sample.dim() < 4 or _is_contiguous_layout(sample) for sample in samples):  # fewer dimensions have one layout
-        stacked: torch.Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
-        return stacked
-    return torch.stack(list(samples))
+    first = samples[0]
+    stacks = first.layout is torch.strided and not first.is_nested  # others make torch raise an error
+    if stacks and (first.nbytes * len(samples) <= MOST_BYTES or not all(_is_as(first, each) for each in samples)):
+        return torch.stack(list(samples))
+    stacked: torch.Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return stacked
+
+
+def _is_as(first: torch.Tensor, sample: torch.Tensor) -> bool:
+    """Return whether a sample has the type of the first one, and a contiguous layout."""
+    if sample.dtype is not first.dtype:
+        return False
+    return sample.dim() < 4 or _is_contiguous_layout(sample)  # fewer dimensions have one layout
 
 
 def _is_contiguous_layout(tensor: torch.Tensor) -> bool:

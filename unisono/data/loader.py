@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from unisono.data import alignment
 from unisono.data.computed_batches import IndexDataset
-from unisono.data.fast_collate import are_rows, collate, keep_memory_format, read_rows, stack_tensors
+from unisono.data.fast_collate import are_rows, collate, read_rows, stack_as_without_workers, stack_tensors
 from unisono.data.loader_workers import MOST_RESTARTS, WorkerIterator, deaths, is_worker_death
 from unisono.data.rng import (
     Drawn,
@@ -38,6 +38,7 @@ from unisono.data.rng import (
     set_others,
     set_state,
 )
+from unisono.data.worker_messages import OutgoingMessage, WorkerMessages
 from unisono.distributed.process_group import ProcessGroup
 from unisono.errors import DataError, UnisonoError
 from unisono.plan.assignment import Slot, micro_batches_of
@@ -105,14 +106,19 @@ class MicroBatchDataset(Dataset[Any]):
         self._batched = hasattr(data, "__getitems__")
         self.computes = isinstance(data, IndexDataset)
         self.never_draws = self.rows or type(data) is IndexDataset
+        self.messages = WorkerMessages(0)
 
-    def __getitem__(self, task: FetchTask) -> Fetched:
+    def __getitem__(self, task: FetchTask) -> Fetched | OutgoingMessage:
         """Return the batch for a DataLoader, and the states of the generators; None if a worker's fetch drew none."""
+        info = get_worker_info()
+        if info is not None:
+            return self.messages.outgoing(info.id, self._fetch_in_worker(task))
+        return (read_rows(self.data, task.samples), None) if self.rows else (self.fetch(task), get_state())
+
+    def _fetch_in_worker(self, task: FetchTask) -> Fetched:
         if self.rows:
             return read_rows(self.data, task.samples), None
-        if get_worker_info() is None:
-            return self.fetch(task), get_state()
-        keep_memory_format()
+        stack_as_without_workers()
         seed_everything(task.key)
         before = comparable_state()
         try:
@@ -205,6 +211,7 @@ class Loader:
                 return iter(new_loader(report))
 
         def new_loader(report: Callable[[int], None]) -> DataLoader[Fetched]:
+            fetcher.messages = WorkerMessages(workers)  # those of workers that died are not used again
             return DataLoader(
                 fetcher,
                 sampler=_TaskSampler(self),
@@ -246,6 +253,7 @@ class Loader:
         workers, self._worker_iterator = self._worker_iterator, None
         if workers is not None:
             workers.close()
+            self.fetcher.messages.close()
 
     def __iter__(self) -> Iterator[tuple[MicroBatchId, Any]]:
         batches = iter(self._batches)

@@ -1,0 +1,17 @@
+"""The private functions of torch's storages that Unisono uses: they send tensors to other processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def share_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Move a storage of the CPU into shared memory if it is not there, and return its descriptor and its bytes.
+
+    The storage owns the descriptor. The public `share_memory_` does not return it.
+    """
+    private: Any = storage
+    descriptor, size = private._share_fd_cpu_()
+    return int(descriptor), int(size)
