@@ -4,12 +4,12 @@
     python -m benchmarks.plan_accuracy --models text gpt2 --rounds 1
     python -m benchmarks.plan_accuracy --quick                          a smoke test
 
-Each round plans a model with `unisono plan`, and then runs each placement as the plan says to type it, with the
-recorder that the plan itself uses. So a machine whose speed changes between rounds affects both sides. A round begins
-with another placement than the one before. Predictions and measurements are medians over rounds and turns. A run counts
-the time of the slowest process, and the memory of the largest one. Afterwards the first choices of the plans and the
-placements that were measured close to the best one run again, in turns: the choice counts by the medians of these
-turns. Run it on an otherwise idle machine.
+Each round plans a model with `unisono plan`. Each placement also runs as the plan says to type it, right after its
+first short run in the plan (interleaved_plan.py), and the others after the plan. So a machine whose speed changes
+within minutes affects both. An error is the median over rounds of a prediction over what the run of the same round
+took. A run counts the time of the slowest process, and the memory of the largest one. Afterwards the first choices of
+the plans and the placements that were measured close to the best one run in turns: the choice counts by the medians of
+these turns. Run it on an otherwise idle machine.
 
     memory     limit 10 %
     step       limit 15 %
@@ -19,19 +19,15 @@ turns. Run it on an otherwise idle machine.
 from __future__ import annotations
 
 import json
-import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
-from benchmarks.machine import ROOT, parser, python_path, show
-from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
+from benchmarks.interleaved_plan import Measured, measured, output_of
+from benchmarks.machine import parser, show
 from unisono.costs.recorded_costs import WARM_UP
-from unisono.environment import inherited
 
 SCRIPT = "benchmarks/plan_accuracy_script.py"
 MEMORY_LIMIT, STEP_LIMIT, CHOICE_LIMIT = 0.10, 0.15, 1.05
@@ -72,42 +68,27 @@ CASES: Mapping[str, Case] = {
 QUICK: Mapping[str, Case] = {"text": Case("text", (*TEXT, "batch=8", "model.width=16", "model.depth=1"))}
 
 
-def unisono(words: Sequence[str]) -> str:
-    """Run a command of this library, and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", *words],
-        cwd=ROOT,
-        env=inherited({"PYTHONPATH": python_path()}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"unisono {shlex.join(words)}: status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done.stdout
+class Round(TypedDict):
+    """A plan as JSON, and what was measured, by the placement."""
+
+    plan: dict[str, Any]
+    runs: dict[str, Measured]
 
 
-def planned(case: Case, ranks: int, steps: int) -> dict[str, Any]:
-    """Return the plan of a model."""
+def interleaved(case: Case, ranks: int, steps: int, only: Sequence[str]) -> Round:
+    """Plan a model, and run its placements meanwhile."""
     sets = [word for each in case.sets for word in ("--set", each)]
     more = ["--offload"] if case.offload else []
     words = ["plan", case.target, "--ranks", str(ranks), "--steps", str(steps), "--json", *more, *sets]
-    found: dict[str, Any] = json.loads(unisono(words).splitlines()[-1])
-    return found
-
-
-def measured(line: str, steps: int) -> dict[str, float]:
-    """Run a placement, and return the largest memory of a process and the median time of a step."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [*shlex.split(line)[1:], f"--trace=costs:{steps}:{folder}/costs", f"--run-dir={folder}/run"]
-        unisono([*words, *(f"--set={each}" for each in (*QUIET, *UNCHECKED))])
-        files = sorted(Path(folder, "costs").glob("rank-*.json"))
-        ranks = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    seconds = zip(*([step["seconds"] for step in rank["steps"][WARM_UP:]] for rank in ranks), strict=True)
-    return {
-        "memory": max(rank["memory"]["peak"] for rank in ranks),
-        "step": statistics.median(map(max, seconds)),
-    }
+        file = Path(folder, "runs.json")
+        plan: dict[str, Any] = json.loads(
+            output_of("benchmarks.interleaved_plan", [str(file), *words]).splitlines()[-1]
+        )
+        during: dict[str, Measured] = json.loads(file.read_text(encoding="utf-8"))
+    lines = {each["placement"]: each["line"] for each in plan["candidates"] if case.runs(each["placement"])}
+    chosen = [placement for placement in lines if not only or placement in only]
+    return {"plan": plan, "runs": {each: during.get(each) or measured(lines[each], steps) for each in chosen}}
 
 
 class Amount(NamedTuple):
@@ -122,62 +103,65 @@ class Amount(NamedTuple):
 def measure(name: str, case: Case, folder: Path, amount: Amount, only: Sequence[str]) -> dict[str, Any]:
     """Plan a model and run its placements, in rounds, and return both. What the folder holds is not repeated."""
     file = folder / f"{name}.json"
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"plans": [], "runs": {}, "turns": []}
-    for number in range(amount.rounds):
-        if len(kept["plans"]) <= number:
-            kept["plans"].append(planned(case, amount.ranks, amount.steps))
-            file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-        candidates = [each for each in kept["plans"][number]["candidates"] if case.runs(each["placement"])]
-        candidates = [each for each in candidates if not only or each["placement"] in only]
-        first = number * len(candidates) // amount.rounds
-        for each in [*candidates[first:], *candidates[:first]]:
-            runs = kept["runs"].setdefault(each["placement"], [])
-            if len(runs) <= number:
-                runs.append(measured(each["line"], amount.steps))
-                file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-    lines = {each["placement"]: each["line"] for each in kept["plans"][0]["candidates"]}
-    close = close_placements(kept)
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"rounds": [], "turns": []}
+    while len(kept["rounds"]) < amount.rounds:
+        kept["rounds"].append(interleaved(case, amount.ranks, amount.steps, only))
+        file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    rounds: list[Round] = kept["rounds"]
+    lines = {each["placement"]: each["line"] for each in rounds[0]["plan"]["candidates"]}
+    close = close_placements(rounds)
     for number in range(len(kept["turns"]), amount.turns):
         order = close[number % len(close) :] + close[: number % len(close)]
         kept["turns"].append({placement: measured(lines[placement], amount.steps)["step"] for placement in order})
         file.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-    return rows_of(name, kept)
+    return rows_of(name, rounds, kept["turns"])
 
 
-def close_placements(kept: Mapping[str, Any]) -> list[str]:
+def median_of(rounds: Sequence[Round], placement: str, part: str) -> float:
+    """Return the median over rounds of what the runs of a placement took."""
+    return statistics.median(each["runs"][placement][part] for each in rounds)
+
+
+def close_placements(rounds: Sequence[Round]) -> list[str]:
     """Return the first choices of the plans, and the placements that were measured close to the best one."""
-    steps = {placement: statistics.median(run["step"] for run in runs) for placement, runs in kept["runs"].items()}
+    steps = {placement: median_of(rounds, placement, "step") for placement in rounds[0]["runs"]}
     quickest = sorted(steps, key=lambda placement: steps[placement])[:MOST_CLOSE]
     close = [placement for placement in quickest if steps[placement] <= CLOSE * steps[quickest[0]]]
-    return list(dict.fromkeys([*choices_of(kept), *close]))
+    return list(dict.fromkeys([*choices_of(rounds), *close]))
 
 
-def choices_of(kept: Mapping[str, Any]) -> list[str]:
+def choices_of(rounds: Sequence[Round]) -> list[str]:
     """Return the first choice of each plan, of the placements that were run."""
-    in_order = [[each["placement"] for each in plan["candidates"]] for plan in kept["plans"]]
-    return [next(placement for placement in plan if placement in kept["runs"]) for plan in in_order]
+    in_order = [[each["placement"] for each in found["plan"]["candidates"]] for found in rounds]
+    return [next(each for each in plan if each in rounds[0]["runs"]) for plan in in_order]
 
 
-def rows_of(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+def predicted(found: Round, placement: str) -> dict[str, Any]:
+    """Return what the plan of a round says about a placement."""
+    entry: dict[str, Any] = next(each for each in found["plan"]["candidates"] if each["placement"] == placement)
+    return entry
+
+
+def rows_of(name: str, rounds: Sequence[Round], turns: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return predictions beside measurements, quickest placement first, and what the choices of the plans cost."""
     rows = []
-    for placement, runs in kept["runs"].items():
-        plans = [each for plan in kept["plans"] for each in plan["candidates"] if each["placement"] == placement]
+    for placement in rounds[0]["runs"]:
+        plans = [predicted(each, placement) for each in rounds]
         row: dict[str, Any] = {"model": name, "placement": placement, "processes": plans[0]["processes"]}
-        turns = [turn[placement] for turn in kept["turns"] if placement in turn]
-        values = {"memory": [run["memory"] for run in runs], "step": [*(run["step"] for run in runs), *turns]}
         for part, key in (("memory", "memory"), ("step", "step_seconds")):
-            found, predicted = statistics.median(values[part]), statistics.median(plan[key] for plan in plans)
-            row |= {part: found, f"{part}_predicted": predicted, f"{part}_error": predicted / found - 1}
+            pairs = [(plan[key], each["runs"][placement][part]) for plan, each in zip(plans, rounds, strict=True)]
+            row |= {part: median_of(rounds, placement, part)}
+            row |= {f"{part}_predicted": statistics.median(plan for plan, _ in pairs)}
+            row |= {f"{part}_error": statistics.median(plan / run for plan, run in pairs) - 1}
         rows.append(row)
-    turns = kept["turns"] or [{row["placement"]: row["step"] for row in rows}]
+    turns = turns or [{row["placement"]: row["step"] for row in rows}]
     steps = {each: statistics.median(turn[each] for turn in turns) for each in turns[0]}
-    chosen = [steps[placement] for placement in choices_of(kept)]
+    chosen = [steps[placement] for placement in choices_of(rounds)]
     return {
         "rows": sorted(rows, key=lambda row: float(row["step_predicted"])),
         "choice": statistics.median(chosen) / min(steps.values()),
         "turns": steps,
-        "notes": sorted({note for plan in kept["plans"] for note in plan["notes"]}),
+        "notes": sorted({note for each in rounds for note in each["plan"]["notes"]}),
     }
 
 
