@@ -8,12 +8,12 @@ Each round plans a model with `unisono plan`. Each placement also runs as the pl
 first short run in the plan (interleaved_plan.py), and the others after the plan. So a machine whose speed changes
 within minutes affects both. An error is the median over rounds of a prediction over what the run of the same round
 took. A run counts the time of the slowest process, and the memory of the largest one. Afterwards the first choices of
-the plans and the placements that were measured close to the best one run in turns: the choice counts by the medians of
-these turns. Run it on an otherwise idle machine.
+the plans and the placements that were measured close to the best one run in turns: the choice counts by the median over
+turns of its time over that of another placement in the same turn. Run it on an otherwise idle machine.
 
     memory     limit 10 %
     step       limit 15 %
-    choice     step time of a plan's first choice over that of the best placement, in turns: limit 1.05
+    choice     step time of a plan's first choice over that of the best placement: limit 1.05
 """
 
 from __future__ import annotations
@@ -155,14 +155,17 @@ def rows_of(name: str, rounds: Sequence[Round], turns: Sequence[dict[str, float]
             row |= {f"{part}_error": statistics.median(plan / run for plan, run in pairs) - 1}
         rows.append(row)
     turns = turns or [{row["placement"]: row["step"] for row in rows}]
-    steps = {each: statistics.median(turn[each] for turn in turns) for each in turns[0]}
-    chosen = [steps[placement] for placement in choices_of(rounds)]
     return {
         "rows": sorted(rows, key=lambda row: float(row["step_predicted"])),
-        "choice": statistics.median(chosen) / min(steps.values()),
-        "turns": steps,
+        "choice": statistics.median(cost_of(placement, turns) for placement in choices_of(rounds)),
+        "turns": {each: statistics.median(turn[each] for turn in turns) for each in turns[0]},
         "notes": sorted({note for each in rounds for note in each["plan"]["notes"]}),
     }
+
+
+def cost_of(choice: str, turns: Sequence[dict[str, float]]) -> float:
+    """Return the time of a placement over that of the best one: the largest of the medians of ratios in one turn."""
+    return max(statistics.median(turn[choice] / turn[other] for turn in turns) for other in turns[0])
 
 
 def summary(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
