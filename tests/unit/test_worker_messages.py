@@ -111,6 +111,40 @@ def test_only_small_tensors_are_sent_as_bytes() -> None:
         assert not small.is_shared()
 
 
+ARRAYS: dict[str, np.ndarray[Any, Any]] = {
+    "float16": np.arange(MOST_BYTES, dtype=np.float16).reshape(2, -1),
+    "columns first": np.asfortranarray(np.arange(3 * MOST_BYTES).reshape(3, 4, -1)),
+    "dates": np.arange(MOST_BYTES).astype("datetime64[D]"),
+    "words": np.array([f"word {number}" for number in range(MOST_BYTES)]),
+    "records": np.ones(MOST_BYTES, dtype=[("label", np.int32), ("weight", np.float64)]),
+    "big-endian": np.arange(MOST_BYTES, dtype=">i4"),
+    "objects": np.array([{"a": 1}] * MOST_BYTES, dtype=object),
+    "small": np.arange(3),
+    "one": np.array(3.5),
+    "empty": np.ones((0, MOST_BYTES)),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_a_worker_sends_arrays_of_numpy(kind: str) -> None:
+    array = ARRAYS[kind]
+    array.flags.writeable = kind != "dates"
+    for found in batches(lambda sample: sample, 1, lambda samples: {"x": array})[:1]:
+        assert type(found["x"]) is np.ndarray
+        assert (found["x"].dtype, found["x"].shape) == (array.dtype, array.shape)
+        assert found["x"].strides == array.strides or not array.nbytes
+        np.testing.assert_array_equal(found["x"], array)
+        assert found["x"].flags.writeable
+        found["x"][...] = found["x"]
+
+
+def test_a_large_array_is_sent_in_shared_memory() -> None:
+    for batch in batches(lambda sample: sample, 1, lambda samples: np.full(MOST_BYTES, samples[0])):
+        memory = torch.from_numpy(batch).untyped_storage()
+        assert open_files("/dev/shm/torch_") > 0
+        assert memory.nbytes() == batch.nbytes
+
+
 def test_more_tensors_than_a_socket_takes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     many, received = 600, list[int]()
     receive = DescriptorChannel.receive

@@ -9,7 +9,7 @@ the interpreter lock. Here the worker sends descriptors on its own, over a socke
     large      a number in the message, and the descriptor of that number in the socket
     others     as torch sends them: workers that were not forked, a socket that is full
 
-Tensors that share memory share it after this, too: pickle sends each storage once.
+Tensors that share memory share it after this, too: pickle sends each storage once. Arrays of numpy are sent as tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.multiprocessing.reductions import rebuild_storage_fd, reduce_storage
 
-from unisono.torch_compat.storages import share_descriptor
+from unisono.torch_compat.storages import share_descriptor, shared_bytes
 
 MOST_BYTES = 1 << 15
 """Size of the largest memory that is sent as bytes: half of what Linux keeps in a pipe until it is read."""
@@ -80,6 +80,7 @@ class OutgoingMessage:
         content = io.BytesIO()
         pickler = ForkingPickler(content)
         pickler.dispatch_table[torch.UntypedStorage] = partial(_reduce, channel)
+        pickler.dispatch_table[np.ndarray] = _reduce_array
         pickler.dump(value)
         self.content = content.getvalue()
 
@@ -152,6 +153,23 @@ def _reduce(channel: DescriptorChannel | None, storage: torch.UntypedStorage) ->
                 return rebuild_storage_fd, (torch.UntypedStorage, sent, size)
     reduced: Reduced = reduce_storage(storage)
     return reduced
+
+
+def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced:
+    """Return what pickle sends for an array: a tensor in shared memory if it is large."""
+    flags = array.flags
+    if array.nbytes <= MOST_BYTES or array.dtype.hasobject or not (flags.c_contiguous or flags.f_contiguous):
+        reduced: Any = array.__reduce_ex__(4)
+        return reduced
+    rows = array if flags.c_contiguous else array.T
+    memory = shared_bytes(array.nbytes)
+    memory.numpy()[:] = rows.reshape(-1).view(np.uint8)
+    return _array_of, (memory, array.dtype, array.shape, "C" if flags.c_contiguous else "F")
+
+
+def _array_of(memory: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+    """Return an array with the bytes of a tensor, which it keeps in use."""
+    return memory.numpy().view(dtype).reshape(shape, order=order)
 
 
 def _of_bytes(content: bytes) -> torch.UntypedStorage:

@@ -15,3 +15,10 @@ def share_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
     private: Any = storage
     descriptor, size = private._share_fd_cpu_()
     return int(descriptor), int(size)
+
+
+def shared_bytes(size: int) -> torch.Tensor:
+    """Return a tensor of this many bytes in shared memory. The public way allocates private memory, and copies it."""
+    private: Any = torch.UntypedStorage
+    memory: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(private._new_shared(size))
+    return memory
