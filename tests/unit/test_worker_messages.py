@@ -138,15 +138,28 @@ def test_a_worker_sends_arrays_of_numpy(kind: str) -> None:
         found["x"][...] = found["x"]
 
 
-def test_a_large_array_is_sent_in_shared_memory() -> None:
-    for batch in batches(lambda sample: sample, 1, lambda samples: np.full(MOST_BYTES, samples[0])):
-        memory = torch.from_numpy(batch).untyped_storage()
-        assert open_files("/dev/shm/torch_") > 0
-        assert memory.nbytes() == batch.nbytes
+def test_arrays_keep_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = received_descriptors(monkeypatch)
+    found = batches(lambda sample: sample, 1, lambda samples: np.full(MOST_BYTES, samples[0]))
+    assert len(received) == len(found) == 2
+    assert open_files("/dev/shm/torch_") == 0
+    assert [(batch[0], batch[-1]) for batch in found] == [(0, 0), (2, 2)]
 
 
-def test_more_tensors_than_a_socket_takes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    many, received = 600, list[int]()
+def test_arrays_are_sent_without_space_for_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(size: int) -> None:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")  # as torch does
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)  # the worker is forked after this
+    received = received_descriptors(monkeypatch)
+    found = batches(lambda sample: sample, 1, lambda samples: np.full(MOST_BYTES, samples[0]))
+    assert not received
+    assert [(batch[0], batch[-1]) for batch in found] == [(0, 0), (2, 2)]
+
+
+def received_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of each descriptor that this process receives."""
+    received = list[int]()
     receive = DescriptorChannel.receive
 
     def noted(self: DescriptorChannel, number: int) -> int:
@@ -154,6 +167,11 @@ def test_more_tensors_than_a_socket_takes_are_sent(monkeypatch: pytest.MonkeyPat
         return receive(self, number)
 
     monkeypatch.setattr(DescriptorChannel, "receive", noted)
+    return received
+
+
+def test_more_tensors_than_a_socket_takes_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, received = 600, received_descriptors(monkeypatch)
     for number, batch in enumerate(batches(lambda sample: sample, 1, lambda samples: large_ones(samples[0], many))):
         assert [int(tensor[0]) for tensor in batch] == [2 * number + part for part in range(many)]
         assert all(tensor.is_shared() for tensor in batch)

@@ -80,7 +80,8 @@ class OutgoingMessage:
         content = io.BytesIO()
         pickler = ForkingPickler(content)
         pickler.dispatch_table[torch.UntypedStorage] = partial(_reduce, channel)
-        pickler.dispatch_table[np.ndarray] = _reduce_array
+        if channel is not None:
+            pickler.dispatch_table[np.ndarray] = _reduce_array
         pickler.dump(value)
         self.content = content.getvalue()
 
@@ -156,20 +157,23 @@ def _reduce(channel: DescriptorChannel | None, storage: torch.UntypedStorage) ->
 
 
 def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced:
-    """Return what pickle sends for an array: a tensor in shared memory if it is large."""
+    """Return what pickle sends for an array: a tensor in shared memory if it is large, and there is space."""
     flags = array.flags
+    reduced: Any = array.__reduce_ex__
     if array.nbytes <= MOST_BYTES or array.dtype.hasobject or not (flags.c_contiguous or flags.f_contiguous):
-        reduced: Any = array.__reduce_ex__(4)
-        return reduced
+        return reduced(4)
+    try:
+        memory = shared_bytes(array.nbytes)
+    except OSError:
+        return reduced(4)
     rows = array if flags.c_contiguous else array.T
-    memory = shared_bytes(array.nbytes)
     memory.numpy()[:] = rows.reshape(-1).view(np.uint8)
     return _array_of, (memory, array.dtype, array.shape, "C" if flags.c_contiguous else "F")
 
 
 def _array_of(memory: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """Return an array with the bytes of a tensor, which it keeps in use."""
-    return memory.numpy().view(dtype).reshape(shape, order=order)
+    """Return an array with a copy of these bytes: a script may keep arrays of many batches, and files are limited."""
+    return memory.clone().numpy().view(dtype).reshape(shape, order=order)
 
 
 def _of_bytes(content: bytes) -> torch.UntypedStorage:

@@ -18,7 +18,14 @@ def share_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def shared_bytes(size: int) -> torch.Tensor:
-    """Return a tensor of this many bytes in shared memory. The public way allocates private memory, and copies it."""
+    """Return a tensor of this many bytes in shared memory. The public way allocates private memory, and copies it.
+
+    Raises:
+        OSError: The file system of shared memory is full.
+    """
     private: Any = torch.UntypedStorage
-    memory: torch.Tensor = torch.empty(0, dtype=torch.uint8).set_(private._new_shared(size))
-    return memory
+    try:
+        storage = private._new_shared(size)
+    except RuntimeError as error:
+        raise OSError(str(error)) from None
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
