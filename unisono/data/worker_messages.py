@@ -1,15 +1,16 @@
 """Messages of loader workers: small tensors are sent as bytes, and large ones as files of shared memory.
 
 torch sends every tensor of a worker as a file of shared memory. For each file, the receiver connects to a thread of the
-worker, both prove that they know the same key, and the thread sends the descriptor of the file. That takes a quarter of
-a millisecond of each process, and more time passes while the worker computes in Python, since that thread waits for
-the interpreter lock. Here the worker sends descriptors on its own, over a socket that was there before it was forked.
+worker, both authenticate each other, and the thread sends the descriptor of the file. While the worker computes in
+Python, this thread also waits for the interpreter lock. Here the worker sends each descriptor at once, over a socket
+that is created before the worker is forked.
 
     small      bytes in the message                      labels, states of random number generators
     large      a number in the message, and the descriptor of that number in the socket
     others     as torch sends them: workers that were not forked, a socket that is full
 
-Tensors that share memory share it after this, too: pickle sends each storage once. Arrays of numpy are sent as tensors.
+Pickle sends each storage once, so tensors that share memory still share it when they arrive. Large numpy arrays are
+sent as tensors, and copied when they arrive.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 _NUMBER = struct.Struct("=Q")
 _channel_ids = count()
 _channels: weakref.WeakValueDictionary[int, DescriptorChannel] = weakref.WeakValueDictionary()
-"""Those of this process, by their id: a message can only name its channel."""
+"""Channels of this process by id. A message contains the id."""
 
 
 class WorkerMessages:
@@ -143,6 +144,7 @@ class SentDescriptor(NamedTuple):
 
 
 def _reduce(channel: DescriptorChannel | None, storage: torch.UntypedStorage) -> Reduced:
+    """Return what pickle sends for the memory of a tensor."""
     size = storage.nbytes()
     if storage.device.type == "cpu" and size > 0:
         if size <= MOST_BYTES and not storage.is_shared():
@@ -159,20 +161,20 @@ def _reduce(channel: DescriptorChannel | None, storage: torch.UntypedStorage) ->
 def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced:
     """Return what pickle sends for an array: a tensor in shared memory if it is large, and there is space."""
     flags = array.flags
-    reduced: Any = array.__reduce_ex__
+    reduce_as_numpy: Any = array.__reduce_ex__
     if array.nbytes <= MOST_BYTES or array.dtype.hasobject or not (flags.c_contiguous or flags.f_contiguous):
-        return reduced(4)
+        return reduce_as_numpy(4)
     try:
         memory = shared_bytes(array.nbytes)
     except OSError:
-        return reduced(4)
+        return reduce_as_numpy(4)
     rows = array if flags.c_contiguous else array.T
     memory.numpy()[:] = rows.reshape(-1).view(np.uint8)
     return _array_of, (memory, array.dtype, array.shape, "C" if flags.c_contiguous else "F")
 
 
 def _array_of(memory: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
-    """Return an array with a copy of these bytes: a script may keep arrays of many batches, and files are limited."""
+    """Return an array with a copy of these bytes. The copy keeps no file of shared memory open."""
     return memory.clone().numpy().view(dtype).reshape(shape, order=order)
 
 
