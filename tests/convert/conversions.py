@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from unisono import environment
@@ -79,23 +80,30 @@ def printed_by_script(case: Case, folder: Path) -> float:
     """Run a script as its users start it, and return its last loss."""
     script = SCRIPTS / f"{case.name}.py"
     if case.spawns:
-        variables = environment.inherited({"TEST_PORT": str(_free_port()), "PYTHONWARNINGS": "ignore"})
-        done = subprocess.run(
-            [sys.executable, str(script)], cwd=folder, env=variables, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stderr
-        return final_loss(done.stdout)
-    try:
-        _run_alone(script, case.processes, folder)
-    except TimeoutError:  # destroy_process_group of torch has hung once, after the other process had ended
-        _run_alone(script, case.processes, folder)
+        return final_loss(_run_spawning(script, folder))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the agent
+    run_ranks(_run_reference, case.processes, str(script), str(folder), store.port, case.processes, seconds=90)
     return final_loss((folder / "screen-0").read_text())
 
 
-def _run_alone(script: Path, processes: int, folder: Path) -> None:
-    """Run a script without Unisono on some processes, as torchrun starts them."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of the agent
-    run_ranks(_run_reference, processes, str(script), str(folder), store.port, processes, seconds=90)
+def _run_spawning(script: Path, folder: Path, trials: int = 3) -> str:
+    """Run a script that starts its processes itself, and return what it prints.
+
+    torch 2.13 aborts or hangs a few of a hundred such scripts in `destroy_process_group` (see `_run_reference`).
+    """
+    for trial in range(trials):
+        variables = environment.inherited({"TEST_PORT": str(_free_port()), "PYTHONWARNINGS": "ignore"})
+        command = [sys.executable, str(script)]
+        try:
+            done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=90)
+        except subprocess.TimeoutExpired:
+            if trial == trials - 1:
+                raise
+            continue
+        if done.returncode == 0:
+            return done.stdout
+        assert "SIGABRT" in done.stderr, done.stderr
+    raise AssertionError(done.stderr)
 
 
 def printed_by_run(script: Path, folder: Path, case: Case) -> float:
@@ -127,7 +135,12 @@ def _print_to(path: Path) -> None:
 
 
 def _run_reference(world: World, script: str, folder: str, port: int, processes: int) -> None:
-    """Run a script in the environment that torchrun makes; with one process, in that of plain Python."""
+    """Run a script in the environment that torchrun makes; with one process, in that of plain Python.
+
+    Without `destroy_process_group`: torch 2.13 hangs there in 3 of 40 runs of ddp_trainer.py. The group is destroyed
+    with the reducer of the DDP model, which joins the threads of gloo and holds the interpreter lock. A thread that
+    frees its last all-reduce waits for this lock.
+    """
     os.chdir(folder)
     _print_to(Path(folder) / f"screen-{world.rank}")
     if processes > 1:
@@ -135,6 +148,7 @@ def _run_reference(world: World, script: str, folder: str, port: int, processes:
         os.environ.update({name: str(value) for name, value in of_torchrun.items()}, MASTER_ADDR="127.0.0.1")
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     sys.argv = [script]
+    dist.destroy_process_group = lambda group=None: None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runpy.run_path(script, run_name="__main__")
