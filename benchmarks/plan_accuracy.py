@@ -9,9 +9,8 @@ first short run in the plan (interleaved_plan.py), and the others after the plan
 within minutes affects both. An error is the median over rounds of a prediction over what the run of the same round
 took. A run counts the time of the slowest process, and the memory of the largest one. Afterwards the first choices of
 the plans and the placements that were measured close to the best one run in turns: the choice counts by the median over
-turns of its time over that of another placement in the same turn. Run it on an otherwise idle machine. Where the speed
-varies within seconds, more steps help: 12 runs of two replicas of text differed from the run before by a standard
-deviation of 20 % in their first 5 timed steps, and of 7 % in 38 (medians of a run).
+turns of its time over that of another placement in the same turn. Run it on an otherwise idle machine. If its
+speed varies within seconds, measure more steps (--steps).
 
     memory     limit 10 %
     step       limit 15 %
