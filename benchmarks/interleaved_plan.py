@@ -1,9 +1,13 @@
 """Make a plan, and run each placement as the plan says to type it, right after its first short run.
 
     python -m benchmarks.interleaved_plan RUNS.json plan text --ranks 4 --json
+    python -m benchmarks.interleaved_plan RUNS.json --recompute plan text --ranks 4 --json
 
 The speed of a machine may change within minutes, and a plan takes some. So runs after the plan may differ from it in
-the speed of the machine. RUNS.json gets the largest memory of a process and the time of a step, by the placement.
+the speed of the machine. With --recompute, each placement also runs with recomputed activations. For most of them, the
+plan adds up their time from that of the placement without recomputation, so they run right after it.
+
+RUNS.json gets the largest memory of a process and the time of a step, by the placement.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +28,7 @@ from unisono.cli.main import main as run_command
 from unisono.cli.planning import plan_trials
 from unisono.cli.planning.plan_table import line_of
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
+from unisono.costs.memory_model import RECOMPUTED
 from unisono.costs.placement_trials import PlacementTrial
 from unisono.costs.placements import Placement
 from unisono.costs.recorded_costs import WARM_UP, RecordedCosts
@@ -30,6 +36,9 @@ from unisono.environment import inherited
 
 Measured = dict[str, float]
 """The largest memory of a process ("memory", bytes), and the median time of a step of the slowest one ("step", s)."""
+
+TRIED_WITHOUT_RECOMPUTE = [each.without_recompute for each in RECOMPUTED]
+"""Placements that the plan also tries with recomputation. They run after that trial."""
 
 
 def output_of(module: str, words: Sequence[str]) -> str:
@@ -66,11 +75,15 @@ class InterleavedPlan(plan_trials.PlanTrials):
 
     runs: ClassVar[dict[str, Measured]] = {}
     """What was measured, by the placement."""
+    recomputes: ClassVar[bool] = False
+    """Whether placements of several processes also run with recomputed activations."""
 
     def _measured(self, placement: Placement, plain: RecordedCosts) -> PlacementTrial | None:
         trial = super()._measured(placement, plain)
-        if trial is not None:
+        if trial is not None and placement.processes <= (self.ranks or placement.processes):
             self._run_once(placement)
+            if self.recomputes and placement not in TRIED_WITHOUT_RECOMPUTE:
+                self._run_once(replace(placement, recompute=True))
         return trial
 
     def _costs(self, name: str, sets: tuple[str, ...]) -> RecordedCosts | None:
@@ -86,6 +99,8 @@ class InterleavedPlan(plan_trials.PlanTrials):
 
 def main() -> None:
     file, *words = sys.argv[1:]
+    if words[0] == "--recompute":
+        InterleavedPlan.recomputes = bool(words.pop(0))
     plan_trials.PlanTrials = InterleavedPlan  # type: ignore[misc]
     status = run_command(words)
     Path(file).write_text(json.dumps(InterleavedPlan.runs), encoding="utf-8")

@@ -5,12 +5,12 @@
     python -m benchmarks.plan_accuracy --quick                          a smoke test
 
 Each round plans a model with `unisono plan`. Each placement also runs as the plan says to type it, right after its
-first short run in the plan (interleaved_plan.py), and the others after the plan. So a machine whose speed changes
-within minutes affects both. An error is the median over rounds of a prediction over what the run of the same round
-took. A run counts the time of the slowest process, and the memory of the largest one. Afterwards the first choices of
-the plans and the placements that were measured close to the best one run in turns: the choice counts by the median over
-turns of its time over that of another placement in the same turn. Run it on an otherwise idle machine. If its
-speed varies within seconds, measure more steps (--steps).
+first short run in the plan, or after that of the placement that its time is added up from (interleaved_plan.py). So a
+machine whose speed changes within minutes affects both. An error is the median over rounds of a prediction over what
+the run of the same round took. A run counts the time of the slowest process, and the memory of the largest one.
+Afterwards the first choices of the plans and the placements that were measured close to the best one run in turns: the
+choice counts by the median over turns of its time over that of another placement in the same turn. Run it on an
+otherwise idle machine. If its speed varies within seconds, measure more steps (--steps).
 
     memory     limit 10 %
     step       limit 15 %
@@ -81,10 +81,11 @@ def interleaved(case: Case, ranks: int, steps: int, only: Sequence[str]) -> Roun
     sets = [word for each in case.sets for word in ("--set", each)]
     more = ["--offload"] if case.offload else []
     words = ["plan", case.target, "--ranks", str(ranks), "--steps", str(steps), "--json", *more, *sets]
+    again = ["--recompute"] if case.recompute else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "runs.json")
         plan: dict[str, Any] = json.loads(
-            output_of("benchmarks.interleaved_plan", [str(file), *words]).splitlines()[-1]
+            output_of("benchmarks.interleaved_plan", [str(file), *again, *words]).splitlines()[-1]
         )
         during: dict[str, Measured] = json.loads(file.read_text(encoding="utf-8"))
     lines = {each["placement"]: each["line"] for each in plan["candidates"] if case.runs(each["placement"])}
