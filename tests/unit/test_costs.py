@@ -99,7 +99,7 @@ def test_what_several_processes_needed_is_added() -> None:
     assert memory_of(again, replace(REPLICAS, recompute=True), peaks).unexplained == 3 * MB
 
 
-def test_processes_save_by_recomputation_what_two_were_measured_to_save() -> None:
+def test_recomputation_on_more_processes_needs_what_two_needed() -> None:
     plain = replace(COSTS, peak=memory_of(COSTS).total + 7 * MB)
     again = replace(plain, rounds=RoundBytes(10 * MB, 80 * MB, 20 * MB, 5 * MB, {}))
     recomputed, four = replace(REPLICAS, recompute=True), Placement(4)
@@ -109,16 +109,17 @@ def test_processes_save_by_recomputation_what_two_were_measured_to_save() -> Non
     measured = MeasuredPeaks(plain, again, peaks)
     assert memory_of(plain, REPLICAS, measured).total == peaks[REPLICAS]
     assert memory_of(again, recomputed, measured).total == peaks[recomputed]
-    assert measured.beyond(replace(four, recompute=True)) == 4 * MB - 5 * MB - 3 * MB
+    assert measured.beyond(replace(four, recompute=True)) == -5 * MB
+    assert measured.beyond(GROUPS) == 0
     assert measured.beyond(replace(SHARDS, recompute=True)) == MB, "without a measurement of two shards"
     shards = replace(SHARDS, recompute=True)
     peaks |= {shards: memory_of(again, shards).total - 2 * MB, GROUPS: memory_of(plain, GROUPS).total + 6 * MB}
     assert memory_of(again, shards, measured).total == peaks[shards]
-    assert measured.beyond(replace(GROUPS, recompute=True)) == 6 * MB - 2 * MB - MB
+    assert measured.beyond(replace(GROUPS, recompute=True)) == -2 * MB
     assert measured.beyond(Placement(recompute=True)) == 0, "one process with recomputation was measured itself"
     on_host = replace(SHARDS, offload=True)
     peaks[on_host] = memory_of(plain, on_host).total + 9 * MB
-    assert measured.beyond(replace(on_host, recompute=True)) == 9 * MB - 2 * MB - MB
+    assert measured.beyond(replace(on_host, recompute=True)) == -2 * MB
 
 
 def test_shards_on_the_host_take_no_memory_of_a_device() -> None:

@@ -14,7 +14,8 @@ On a CPU this changes nothing.
 
 What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
 keeps, connections) is added to each prediction: that of one process, and that of the same placement. Of recomputation
-on several processes, two are measured: two replicas, and two shards by layer and by step.
+on several processes, two are measured: two replicas, and two shards by layer and by step. What they need beyond the
+model is added for more processes, too: it is another peak than that of the same placement without recomputation.
 """
 
 from __future__ import annotations
@@ -141,11 +142,8 @@ class MeasuredPeaks:
             return 0
         if placement in self.peaks:
             return self._excess(placement)
-        found = self._excess(placement.without_recompute)
-        pair = placement.pair
-        if not placement.recompute or pair not in self.peaks:
-            return found
-        return found + self._excess(pair) - self._excess(pair.without_recompute)
+        measured = placement.pair if placement.pair in self.peaks else placement.without_recompute
+        return self._excess(measured) if placement.recompute else 0
 
     def _excess(self, measured: Placement) -> int:
         costs = self.again if measured.recompute else self.plain
