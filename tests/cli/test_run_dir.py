@@ -25,6 +25,10 @@ def test_a_run_directory_is_not_reused_without_resume(request_problems: RequestP
     do = "unisono run train.py --run-dir out --json --resume, or: unisono run train.py --run-dir out-2 --json"
     facts = "It has 2 checkpoints, the newest step-00000020."
     assert request_problems("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
+    (tmp_path / "out" / "environment.json").write_text(json.dumps({"script": "/home/me/other.py"}))
+    facts = "It is a run of other.py, and has 2 checkpoints, the newest step-00000020."
+    do = "unisono run train.py --run-dir out-2 --json"
+    assert request_problems("run", "train.py", "--run-dir=out") == [Problem("out already contains a run.", facts, do)]
 
 
 def test_a_folder_that_cannot_be_used_is_refused(request_problems: RequestProblems, tmp_path: Path) -> None:

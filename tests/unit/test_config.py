@@ -118,6 +118,7 @@ def test_typed_text_becomes_the_fields_type(request_: str, name: str, value: obj
         ),
         ("wdith=3", "There is no setting wdith.", "The nearest name is model.width.", "--set model.width=3"),
         ("width=3", "There is no setting width.", "The nearest name is model.width.", "--set model.width=3"),
+        ("batch_size=8", "There is no setting batch_size.", "The nearest name is batch.", "--set batch=8"),
         (
             "modle.width=3",
             "There is no setting modle.width.",

@@ -355,6 +355,7 @@ def test_few_bytes_are_not_compressed(tmp_path: Path) -> None:
     slow = Planted(both(exchange=0.11), [{"wait": 0.1}] * 2, result={"bytes_per_step": 4000})
     (found,) = find_all(write(tmp_path, slow))
     assert (found.kind, "compress" in found.advice) == ("exchange", False)
+    assert not found.changes_result, "fewer ranks have the same bits"
 
 
 def test_a_short_run_has_no_finding(tmp_path: Path) -> None:

@@ -6,10 +6,27 @@ import difflib
 import textwrap
 from collections.abc import Iterable
 
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "global_batch_size": "batch",
+    "micro_batch_size": "micro_batch",
+    "num_epochs": "epochs",
+    "max_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "max_steps": "steps",
+    "max_grad_norm": "clip",
+    "grad_clip": "clip",
+    "num_workers": "loader.workers",
+}
+"""Settings, by the names that they have in other libraries."""
+
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the known name that was probably meant: with the same last part, or similar letters."""
     names = list(names)
+    if (ours := OTHER_NAMES.get(name)) in names:
+        return ours
     same_end = [other for other in names if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = difflib.get_close_matches(name, names, 1, 0.6)
     ends = {other.rpartition(".")[2]: other for other in names}

@@ -83,8 +83,10 @@ def problems_of_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: 
         return [Problem("Nothing to resume.", f"There is no folder {path}.", _from_the_start(line))]
     content = "" if resume else _run_in(path)
     if content:
-        do = f"{line.flag('--resume')}, or: {line.flag('--run-dir', f'{path}-2')}"
-        return [Problem(f"{path} already contains a run.", f"It has {content}.", do)]
+        error, another = f"{path} already contains a run.", line.flag("--run-dir", f"{path}-2")
+        if (script := _script_in(path)) and Path(script).stem != stem:
+            return [Problem(error, f"It is a run of {script}, and has {content}.", str(another))]
+        return [Problem(error, f"It has {content}.", f"{line.flag('--resume')}, or: {another}")]
     busy = _holder(path)
     if busy is not None:
         return [_busy(path, busy, line)]
@@ -122,11 +124,22 @@ def _run_in(path: Path) -> str:
 
 def run_in(path: Path) -> str | None:
     """Return the id of the run in a run directory; None if there is none, or its environment.json cannot be read."""
+    return _recorded(path, "run")
+
+
+def _script_in(path: Path) -> str | None:
+    """Return the name of the script of a run; None if its environment.json cannot be read."""
+    script = _recorded(path, "script")
+    return Path(script).name if script else None
+
+
+def _recorded(path: Path, name: str) -> str | None:
+    """Return a text of environment.json; None if there is none."""
     try:
-        known = parse((path / "environment.json").read_bytes()) or {}
+        found = (parse((path / "environment.json").read_bytes()) or {}).get(name)
     except OSError:
         return None
-    return known["run"] if is_text(known.get("run")) else None
+    return found if is_text(found) else None
 
 
 def _problems_of_kind(path: Path, line: CommandLine) -> list[Problem]:

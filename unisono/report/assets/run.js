@@ -78,7 +78,7 @@ class RunPage {
     const facts = [
       ["steps", run.total && run.total !== done ? `${format.count(done)} of ${format.count(run.total)}` : format.count(done)],
       ["loss", format.number(result.loss ?? run.values?.loss?.last.findLast((v) => v != null))],
-      ["duration", format.duration(seconds)],
+      [result.resumed_at ? `duration since step ${format.count(result.resumed_at)}` : "duration", format.duration(seconds)],
       ["samples/s", rate == null ? UNKNOWN : format.rate(rate)],
       ["ranks", result.ranks ? `${result.ranks}${result.virtual_ranks ? ` (${result.virtual_ranks} virtual)` : ""}` : format.count(run.table?.length)],
       run.rate?.utilization && ["FLOPs used", format.share(middle(run.rate.utilization)), `of ${format.rate(run.flops.peak)} FLOP/s, the product of two matrices (${run.flops.dtype}) on ${run.flops.peak_of}`],

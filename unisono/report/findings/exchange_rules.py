@@ -31,8 +31,9 @@ def exchange_bound(run: Evidence) -> Finding | None:
     fact = f"Exchanging gradients takes {percent(share)} of the time."
     hosts = {start.get("host") for start in run.starts.values()}
     if 0 < sent < (SMALL if len(hosts) > 1 else SMALL_ON_A_HOST):  # the time is that of messages, whatever their size
-        gain, advice = share / 2, "a larger --set batch has more work for each exchange; or fewer --ranks"
-    elif kind == "none":
+        advice = "fewer --ranks, with the same result; or a larger --set batch, which changes it"
+        return Finding("exchange", fact, evidence, advice, share / 2) if run.worth(share / 2) else None
+    if kind == "none":
         gain = share / 2  # half of the bytes
         advice = "--set compress.kind=bf16 sends half of the bytes"
     elif kind in HALVED:
