@@ -37,8 +37,8 @@ from unisono.environment import inherited
 Measured = dict[str, float]
 """The largest memory of a process ("memory", bytes), and the median time of a step of the slowest one ("step", s)."""
 
-TRIED_WITHOUT_RECOMPUTE = [each.without_recompute for each in RECOMPUTED]
-"""Placements that the plan also tries with recomputation. They run after that trial."""
+TRIED_WITH_BOTH = [each.without_recompute for each in RECOMPUTED]
+"""Placements that a plan tries with and without recomputation. Each of the two runs after its own trial."""
 
 
 def output_of(module: str, words: Sequence[str]) -> str:
@@ -80,9 +80,10 @@ class InterleavedPlan(plan_trials.PlanTrials):
 
     def _measured(self, placement: Placement, plain: RecordedCosts) -> PlacementTrial | None:
         trial = super()._measured(placement, plain)
-        if trial is not None and placement.processes <= (self.ranks or placement.processes):
+        is_listed = self.ranks is None or placement.processes <= self.ranks  # one more process is tried, too
+        if trial is not None and is_listed:
             self._run_once(placement)
-            if self.recomputes and placement not in TRIED_WITHOUT_RECOMPUTE:
+            if self.recomputes and placement not in TRIED_WITH_BOTH:
                 self._run_once(replace(placement, recompute=True))
         return trial
 
@@ -99,8 +100,8 @@ class InterleavedPlan(plan_trials.PlanTrials):
 
 def main() -> None:
     file, *words = sys.argv[1:]
-    if words[0] == "--recompute":
-        InterleavedPlan.recomputes = bool(words.pop(0))
+    InterleavedPlan.recomputes = words[0] == "--recompute"
+    words = words[InterleavedPlan.recomputes :]
     plan_trials.PlanTrials = InterleavedPlan  # type: ignore[misc]
     status = run_command(words)
     Path(file).write_text(json.dumps(InterleavedPlan.runs), encoding="utf-8")

@@ -15,7 +15,7 @@ On a CPU this changes nothing.
 What processes were measured to need beyond this model (temporary memory of operators, free memory that the allocator
 keeps, connections) is added to each prediction: that of one process, and that of the same placement. Of recomputation
 on several processes, two are measured: two replicas, and two shards by layer and by step. What they need beyond the
-model is added for more processes, too: it is another peak than that of the same placement without recomputation.
+model is added for more processes, too. The peak of the same placement without recomputation does not predict it.
 """
 
 from __future__ import annotations
