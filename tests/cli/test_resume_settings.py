@@ -61,3 +61,21 @@ def test_a_resume_with_other_kernels_is_refused(command: Command) -> None:
     after = result(command, "out")
     assert (after["steps"], after["promise"]) == (8, "exact until step 4")
     assert "speed.optimizer from fused to script" in after["reason"]
+
+
+@pytest.mark.ci
+def test_a_resume_of_another_script_names_it(command: Command) -> None:
+    command.script(SCRIPT)
+    command.train("out", "--set=steps=4")
+    command.script(SCRIPT, name="other.py")
+    again = ["run", "other.py", "--run-dir", "out", "--resume"]
+    refused = command.run(*again, "--set", "clip=2")
+    assert refused.status == 2
+    resume = "unisono run script.py --set clip=2 --run-dir out --resume"
+    begin = "unisono run other.py --set clip=2 --run-dir out-2"
+    assert refused.err.startswith(
+        "out is a run of script.py, and not of other.py.\n  Their settings differ.\n"
+        f"  Next: {resume}, or: {begin}\nCannot resume with clip = 2.0.\n"
+    ), refused.err
+    renamed = command.run(*again, "--set", "steps=8")
+    assert renamed.status == 0, renamed.err

@@ -289,6 +289,17 @@ def test_the_proposed_command_corrects_all_wrong_settings(request_problems: Requ
     assert [problem.remedy for problem in problems] == [line, line, f"{line} (without it)"]
 
 
+def test_the_proposed_command_corrects_problems_of_all_kinds(request_problems: RequestProblems) -> None:
+    problems = request_problems("run", "train.py", "--ranks", "0", "--set", "lr=abc", "--set", "batch=0")
+    assert [problem.error for problem in problems] == [
+        "--ranks 0 is out of range.",
+        "Invalid value: lr = abc",
+        "batch = 0 is out of range.",
+    ]
+    line = "unisono run train.py --ranks 1 --set lr=0.0003 --set batch=1 --json"
+    assert [problem.remedy for problem in problems] == [line] * 3
+
+
 def test_copy_writes_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

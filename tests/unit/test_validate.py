@@ -170,8 +170,12 @@ def test_invalid_values_do_not_hide_other_problems() -> None:
         "seed = -1 is out of range.",
         "9 processes are more than virtual_ranks.",
     ]
-    assert problems[0].remedy == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=-1"
-    assert problems[2].remedy == "unisono run train.py --ranks 9 --set lr=1 --set clip=1.0 --set seed=0"
+    corrected = "--set lr=1 --set clip=1.0 --set seed=0"
+    assert [problem.remedy for problem in problems[:3]] == [f"unisono run train.py --ranks 8 {corrected}"] * 3
+    assert problems[3].remedy == (
+        f"unisono run train.py --ranks 8 {corrected}, or (other bits): "
+        f"unisono run train.py --ranks 8 {corrected} --set virtual_ranks=9"
+    )
     # consequences of an invalid value are not reported
     assert len(examine(gather(Settings, sets=["steps=1", "batch=x", "virtual_ranks=65"]), 1).problems) == 1
 

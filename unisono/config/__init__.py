@@ -18,7 +18,7 @@ line of TOML can hold. TOML has no null, so the text "none" stands for None wher
 
 from __future__ import annotations
 
-from unisono.config.command_line import CommandLine
+from unisono.config.command_line import CommandLine, merge_corrections
 from unisono.config.entries import SettingEntry, entries_of, flatten, result_settings
 from unisono.config.resolve import LoadedSettings, SettingsSources, gather, load
 from unisono.config.schema import (
@@ -69,6 +69,7 @@ __all__ = [
     "LoadedSettings",
     "SettingEntry",
     "CommandLine",
+    "merge_corrections",
     "SettingsSources",
     "load",
     "gather",

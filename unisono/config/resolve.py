@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from unisono.config.command_line import CommandLine
+from unisono.config.command_line import CommandLine, merge_corrections
 from unisono.config.entries import (
     SettingEntry,
     build,
@@ -69,7 +69,7 @@ def load(
     """
     gathered = gather(cls, file=file, sets=sets, earlier=earlier, line=line)
     if gathered.problems:
-        raise SettingsError.of(gathered.problems)
+        raise SettingsError.of(merge_corrections(gathered.problems, line))
     return gathered.build()
 
 
@@ -132,7 +132,6 @@ class SettingsSources(Generic[T]):
 
     def __init__(self, cls: type[T], entries: Mapping[str, SettingEntry], line: CommandLine) -> None:
         self.cls, self.entries, self.line = cls, entries, line
-        self._corrected = line  # the typed command with all corrections so far
         self.values = {name: entry.default for name, entry in entries.items()}
         self.sources = {name: entry.source for name, entry in entries.items()}
         self.levels = dict.fromkeys(entries, CLASS_DEFAULT)
@@ -182,21 +181,13 @@ class SettingsSources(Generic[T]):
 
     def take_sets(self, sets: Sequence[str], allow_unknown: bool) -> None:
         """Take the values of `--set key=value`."""
-        known, self._corrected = len(self.problems), self.line
-        self._take_sets(sets, allow_unknown)
-        if len(self.problems) > known + 1:  # report each of them with the command that corrects them all
-            self.line = self._corrected
-            del self.problems[known:]
-            self._take_sets(sets, allow_unknown)
-
-    def _take_sets(self, sets: Sequence[str], allow_unknown: bool) -> None:
         for assignment in sets:
             name, equals, text = (part.strip() for part in assignment.partition("="))
             if equals and (name in self.entries or not allow_unknown):
                 self._put(name, text, "--set", COMMAND_LINE)
             elif not equals:
                 entry = self.entries[nearest_name(name, self.entries) or "steps"]
-                do = self._correct(f"{entry.name}={example_of(entry)}", instead_of=assignment)
+                do = str(self.line.setting(f"{entry.name}={example_of(entry)}", instead_of=assignment))
                 self._doubt(entry.name, Problem(f"--set {assignment} has no value.", "--set takes key=value.", do))
 
     def resolve(self) -> None:
@@ -239,7 +230,7 @@ class SettingsSources(Generic[T]):
 
         def instead(name: str, value: Any = "VALUE") -> str:
             if text:
-                return self._correct(f"{name}={value}", instead_of=assignment)
+                return str(self.line.setting(f"{name}={value}", instead_of=assignment))
             return f"Write in {source}: {name} = {value}"
 
         if name in self.entries:
@@ -264,7 +255,7 @@ class SettingsSources(Generic[T]):
             true = f"The nearest name is {nearest}."
             self._doubt(nearest, Problem(error, true, instead(nearest, value if text else toml(value))))
         else:
-            without = self._correct(instead_of=assignment) if text else ""
+            without = self.line.setting(instead_of=assignment)
             do = f"{without} (without it)" if text else f"Remove from {source} the line {name} = {toml(value)}"
             self.problems.append(Problem(error, self._list_settings(), do))
 
@@ -276,11 +267,6 @@ class SettingsSources(Generic[T]):
             return f"There are {', '.join([*own, *(name for name in self.entries if name not in own)])}."
         others = f"{len(self.entries) - len(own)} of every run: {command}"
         return f"There are {', '.join(own)}, and {others}" if own else f"There are {others}"
-
-    def _correct(self, *pair: str, instead_of: str) -> str:
-        """Return the command to type, with this correction."""
-        self._corrected = self._corrected.setting(*pair, instead_of=instead_of)
-        return str(self.line.setting(*pair, instead_of=instead_of))
 
     def _check_default(self, entry: SettingEntry) -> None:
         """Report a default of the script that is missing, or of another type than its annotation."""

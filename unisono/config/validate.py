@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from unisono.config.command_line import CommandLine
+from unisono.config.command_line import CommandLine, merge_corrections
 from unisono.config.conflicts import conflicts_among
 from unisono.config.entries import SettingEntry, entries_of, example_of, flatten
 from unisono.config.exchange_registry import DIVIDING_AXES
@@ -41,7 +41,8 @@ def examine(gathered: SettingsSources[Any], size: int, *, only_given: bool = Fal
         return ValidatedSettings(None, gathered.problems or list(error.problems))
     not_given = {name for name, source in gathered.sources.items() if only_given and source in NOT_GIVEN}
     unknown = gathered.doubtful | not_given
-    return ValidatedSettings(loaded, [*gathered.problems, *check(loaded.settings, size, gathered.line, unknown)])
+    problems = [*gathered.problems, *check(loaded.settings, size, gathered.line, unknown)]
+    return ValidatedSettings(loaded, merge_corrections(problems, gathered.line))
 
 
 def check(settings: Any, size: int, line: CommandLine, unknown: Collection[str] = ()) -> list[Problem]:

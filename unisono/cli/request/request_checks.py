@@ -20,7 +20,7 @@ from unisono.cli.request.run_dir import newest_run, problems_of_run_dir
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import script_of
 from unisono.cli.start.device_checks import problems_here, problems_where_mixed
-from unisono.config import CommandLine, Settings, gather
+from unisono.config import CommandLine, Settings, gather, merge_corrections
 from unisono.config.validate import examine, needs_dry_run
 from unisono.errors import Problem, SettingsError
 from unisono.launcher import local_launch
@@ -145,7 +145,7 @@ def checked(
         known = {problem.error for problem in report.problems}
         wrong = [*report.problems, *(problem for problem in wrong if problem.error not in known)]
     if problems := [*problems, *wrong, *in_run_dir]:
-        raise SettingsError.of(problems)
+        raise SettingsError.of(merge_corrections(problems, line))
     assert settings is not None
     unsure = needs_dry_run(settings) and mentions_unisono(script)
     return CheckedRequest(script, settings.threads, unsure, serves=settings.exchange == "server", report=report)

@@ -84,8 +84,8 @@ def problems_of_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: 
     content = "" if resume else _run_in(path)
     if content:
         error, another = f"{path} already contains a run.", line.flag("--run-dir", f"{path}-2")
-        if (script := _script_in(path)) and Path(script).stem != stem:
-            return [Problem(error, f"It is a run of {script}, and has {content}.", str(another))]
+        if (script := script_in(path)) and script.stem != stem:
+            return [Problem(error, f"It is a run of {script.name}, and has {content}.", str(another))]
         return [Problem(error, f"It has {content}.", f"{line.flag('--resume')}, or: {another}")]
     busy = _holder(path)
     if busy is not None:
@@ -127,10 +127,10 @@ def run_in(path: Path) -> str | None:
     return _recorded(path, "run")
 
 
-def _script_in(path: Path) -> str | None:
-    """Return the name of the script of a run; None if its environment.json cannot be read."""
+def script_in(path: Path) -> Path | None:
+    """Return the absolute path of the script of a run; None if its environment.json cannot be read."""
     script = _recorded(path, "script")
-    return Path(script).name if script else None
+    return Path(script) if script else None
 
 
 def _recorded(path: Path, name: str) -> str | None:

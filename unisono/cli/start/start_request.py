@@ -23,13 +23,23 @@ from unisono.cli.request.run_dir import (
     not_writable,
     problems_of_run_dir,
     run_in,
+    script_in,
     write,
 )
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import problems_of_train, recipes
 from unisono.cli.start.autoresume import job_mark
 from unisono.cli.start.device_checks import problems_here
-from unisono.config import CommandLine, LoadedSettings, SecureSettings, Settings, flatten, gather, provenance_lines
+from unisono.config import (
+    CommandLine,
+    LoadedSettings,
+    SecureSettings,
+    Settings,
+    flatten,
+    gather,
+    merge_corrections,
+    provenance_lines,
+)
 from unisono.config.validate import examine
 from unisono.distributed.backends.backend_choice import backend_problems
 from unisono.environment import World
@@ -109,7 +119,7 @@ class StartRequest:
         problems += request.problems_of_accepted((), line) + request.problems_of_faults(line)
         problems += problems_of_train(self.script, train)
         if problems or loaded is None:
-            raise SettingsError.of(problems)
+            raise SettingsError.of(merge_corrections(problems, line))
         remember(flatten(loaded.settings))
         return loaded
 
@@ -204,7 +214,8 @@ class StartRequest:
         known = {name: value for name, value in before.items() if name not in COMPARED_LATER}
         if path is not None:
             now = {name: value for name, value in identity.items() if name not in COMPARED_LATER}
-            problems += compare(known, now, list(self.request.accept_change), str(self.line()))
+            changed = compare(known, now, list(self.request.accept_change), str(self.line()))
+            problems += [*(self._other_script(run_dir) if changed else ()), *changed]
         if path is not None and RUN not in self.request.accept_change:
             problems += foreign_checkpoint(path, before.get(RUN), own, self.line())
         if problems:
@@ -214,6 +225,18 @@ class StartRequest:
             return None, own or new_run()
         saved = before.get(RUN)
         return str(path), saved if isinstance(saved, str) else own or new_run()
+
+    def _other_script(self, run_dir: Path) -> list[Problem]:
+        """Return a problem if the run is one of another script, which explains why its settings differ."""
+        before, shown, line = script_in(run_dir), self.request.run_dir, self.line()
+        if before is None or before.name == self.script.name:
+            return []
+        folder = Path(self.world.folder)
+        target = str(before.relative_to(folder) if before.is_relative_to(folder) else before)
+        resume = CommandLine(tuple(target if word == self._target() else word for word in line.words))
+        begin = line.without("--resume").flag("--run-dir", f"{shown}-2")
+        error = f"{shown} is a run of {before.name}, and not of {self.script.name}."
+        return [Problem(error, "Their settings differ.", f"{resume}, or: {begin}")]
 
     def accept(self, trust: Sequence[str]) -> Accept:
         """Return the function that refuses checkpoints which none of these keys has signed."""
