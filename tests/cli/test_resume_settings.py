@@ -71,11 +71,17 @@ def test_a_resume_of_another_script_names_it(command: Command) -> None:
     again = ["run", "other.py", "--run-dir", "out", "--resume"]
     refused = command.run(*again, "--set", "clip=2")
     assert refused.status == 2
-    resume = "unisono run script.py --set clip=2 --run-dir out --resume"
+    resume = "unisono run script.py --run-dir out --resume"
     begin = "unisono run other.py --set clip=2 --run-dir out-2"
-    assert refused.err.startswith(
-        "out is a run of script.py, and not of other.py.\n  Their settings differ.\n"
-        f"  Next: {resume}, or: {begin}\nCannot resume with clip = 2.0.\n"
-    ), refused.err
+    assert refused.err == (
+        "out is a run of script.py, and not of other.py.\n  Their settings differ: clip.\n"
+        f"  Next: {resume}, or: {begin}\n"
+    )
+    (command.folder / "out-2").mkdir()
+    refused = command.run(*again, "--set", "clip=2")
+    assert f"{begin[:-2]}-3\n" in refused.err
+    (command.folder / "script.py").unlink()
+    refused = command.run(*again, "--set", "clip=2")
+    assert refused.err.startswith("Cannot resume with clip = 2.0.\n")  # the script was renamed
     renamed = command.run(*again, "--set", "steps=8")
     assert renamed.status == 0, renamed.err

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -83,7 +84,7 @@ def problems_of_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: 
         return [Problem("Nothing to resume.", f"There is no folder {path}.", _from_the_start(line))]
     content = "" if resume else _run_in(path)
     if content:
-        error, another = f"{path} already contains a run.", line.flag("--run-dir", f"{path}-2")
+        error, another = f"{path} already contains a run.", line.flag("--run-dir", str(free_name(path)))
         if (script := script_in(path)) and script.stem != stem:
             return [Problem(error, f"It is a run of {script.name}, and has {content}.", str(another))]
         return [Problem(error, f"It has {content}.", f"{line.flag('--resume')}, or: {another}")]
@@ -91,6 +92,11 @@ def problems_of_run_dir(stem: str, run_dir: Path | None, *, resume: bool, line: 
     if busy is not None:
         return [_busy(path, busy, line)]
     return _problems_of_kind(path, line) or _problems_of_writing(path, line)
+
+
+def free_name(path: Path) -> Path:
+    """Return a path beside a run directory that does not exist: DIR-2, DIR-3, and so on."""
+    return next(free for number in count(2) if not (free := path.with_name(f"{path.name}-{number}")).exists())
 
 
 def _from_the_start(line: CommandLine) -> str:
@@ -114,8 +120,8 @@ def _run_in(path: Path) -> str:
     checkpoints = sorted(path.glob("checkpoints/step-*"))
     found = []
     if checkpoints:
-        count = len(checkpoints)
-        found.append(f"{count} checkpoint{'s' if count > 1 else ''}, the newest {checkpoints[-1].name}")
+        number = len(checkpoints)
+        found.append(f"{number} checkpoint{'s' if number > 1 else ''}, the newest {checkpoints[-1].name}")
     found += [f"checkpoints in {where}" for where in manifest.storage_history(path) if where is not None]
     if (path / "result.json").exists():
         found.append("a result.json")
@@ -316,7 +322,7 @@ def _has_open(pid: str, file: Path) -> bool:
 def _busy(path: Path, holder: LockHolder, line: CommandLine) -> Problem:
     facts = f"Process {holder.pid} on {holder.host} is writing to it."
     kill = f"kill {holder.pid}" if holder.host == socket.gethostname() else f"ssh {holder.host} kill {holder.pid}"
-    again = line if "--resume" in line.words else line.flag("--run-dir", f"{path}-2")
+    again = line if "--resume" in line.words else line.flag("--run-dir", str(free_name(path)))
     do = f"{again} (after that process has ended; to make it save and end: {kill})"
     if again is not line:
         do = f"{again}, or, to make that process save and end: {kill}"

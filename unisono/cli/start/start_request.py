@@ -17,6 +17,7 @@ from unisono.checkpoint.signature import key_problems, trusted_keys
 from unisono.checkpoint.storage import prepare_storage
 from unisono.cli.request.run_dir import (
     choose_run_dir,
+    free_name,
     is_ours,
     lock_run_dir,
     newest_run,
@@ -215,7 +216,7 @@ class StartRequest:
         if path is not None:
             now = {name: value for name, value in identity.items() if name not in COMPARED_LATER}
             changed = compare(known, now, list(self.request.accept_change), str(self.line()))
-            problems += [*(self._other_script(run_dir) if changed else ()), *changed]
+            problems += self._other_script(run_dir, known, now) or changed if changed else []
         if path is not None and RUN not in self.request.accept_change:
             problems += foreign_checkpoint(path, before.get(RUN), own, self.line())
         if problems:
@@ -226,17 +227,27 @@ class StartRequest:
         saved = before.get(RUN)
         return str(path), saved if isinstance(saved, str) else own or new_run()
 
-    def _other_script(self, run_dir: Path) -> list[Problem]:
-        """Return a problem if the run is one of another script, which explains why its settings differ."""
-        before, shown, line = script_in(run_dir), self.request.run_dir, self.line()
-        if before is None or before.name == self.script.name:
+    def _other_script(self, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> list[Problem]:
+        """Return a problem if the run is one of another script, which still exists: its settings explain nothing then.
+
+        Args:
+            run_dir: the run directory.
+            before: the identity of the run.
+            now: the identity of this run, which differs.
+        """
+        script, shown, line = script_in(run_dir), self.request.run_dir, self.line()
+        if script is None or script.name == self.script.name or not script.is_file():
             return []
         folder = Path(self.world.folder)
-        target = str(before.relative_to(folder) if before.is_relative_to(folder) else before)
+        target = str(script.relative_to(folder) if script.is_relative_to(folder) else script)
+        differ = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         resume = CommandLine(tuple(target if word == self._target() else word for word in line.words))
-        begin = line.without("--resume").flag("--run-dir", f"{shown}-2")
-        error = f"{shown} is a run of {before.name}, and not of {self.script.name}."
-        return [Problem(error, "Their settings differ.", f"{resume}, or: {begin}")]
+        for assignment in self.request.sets:
+            if assignment.partition("=")[0].strip() in differ:
+                resume = resume.without("--set", assignment)
+        begin = line.without("--resume").without("--accept-change").flag("--run-dir", str(free_name(Path(str(shown)))))
+        error = f"{shown} is a run of {script.name}, and not of {self.script.name}."
+        return [Problem(error, f"Their settings differ: {', '.join(differ)}.", f"{resume}, or: {begin}")]
 
     def accept(self, trust: Sequence[str]) -> Accept:
         """Return the function that refuses checkpoints which none of these keys has signed."""
