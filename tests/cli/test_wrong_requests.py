@@ -296,7 +296,7 @@ def test_the_proposed_command_corrects_problems_of_all_kinds(request_problems: R
         "Invalid value: lr = abc",
         "batch = 0 is out of range.",
     ]
-    line = "unisono run train.py --ranks 1 --set lr=0.0003 --set batch=1 --json"
+    line = "unisono run train.py --ranks 1 --set lr=0.0003 --set batch=32 --json"
     assert [problem.remedy for problem in problems] == [line] * 3
 
 

@@ -172,7 +172,7 @@ def test_an_edited_file_is_not_replaced(folder: Path, capsys: pytest.CaptureFixt
         ("--sbatch=-m=3", "Invalid value for --sbatch: -m=3", "unisono slurm train.py"),
         ("--resume", "Nothing to resume.", "unisono slurm train.py (from the start)"),
         ("--resume --array 0-3", "--resume of an array needs --run-dir.", "--run-dir runs/NAME-%a"),
-        ("--set batch=-1", "batch = -1 is out of range.", "--set batch=1"),
+        ("--set batch=-1", "batch = -1 is out of range.", "--set batch=32"),
         ("--ranks 4", "There is no flag --ranks.", "unisono slurm train.py (without it)"),
         ("--submit", "Slurm is not installed here.", "sbatch train.sbatch (on a login node of the cluster)"),
     ],

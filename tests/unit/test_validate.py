@@ -32,8 +32,8 @@ def test_check_accepts_valid_settings() -> None:
         ({"steps": 0}, "It must be at least 1.", "--set steps=1"),
         ({"epochs": -1}, "It must be at least 1.", "--set epochs=1"),
         ({"steps": 1, "micro_batch": 0}, "It must be at least 1.", "--set micro_batch=1"),
-        ({"steps": 1, "virtual_ranks": 0}, "It must be at least 1.", "--set virtual_ranks=1"),
-        ({"steps": 1, "batch": 0}, "It must be at least 1.", "--set batch=1"),
+        ({"steps": 1, "virtual_ranks": 0}, "It must be at least 1.", "--set virtual_ranks=8"),
+        ({"steps": 1, "batch": 0}, "It must be at least 1.", "--set batch=64"),
         ({"steps": 1, "threads": 0}, "It must be at least 1.", "--set threads=1"),
         ({"steps": 1, "seed": -1}, "It must be at least 0.", "--set seed=0"),
         ({"steps": 1, "seed": 2**64}, f"It must be at most {2**64 - 1}.", f"--set seed={2**64 - 1}"),
@@ -50,7 +50,7 @@ def test_check_accepts_valid_settings() -> None:
         (
             {"steps": 1, "checkpoint": unisono.CheckpointSettings(keep=0)},
             "It must be at least 1.",
-            "--set checkpoint.keep=1",
+            "--set checkpoint.keep=2",
         ),
         (
             {"steps": 1, "checkpoint": unisono.CheckpointSettings(every=-1)},
@@ -65,7 +65,7 @@ def test_check_accepts_valid_settings() -> None:
         (
             {"steps": 1, "loader": unisono.LoaderSettings(prefetch=0)},
             "It must be at least 1.",
-            "--set loader.prefetch=1",
+            "--set loader.prefetch=2",
         ),
         (
             {"steps": 1, "virtual_ranks": 65},

@@ -96,7 +96,7 @@ LINE = CommandLine(("unisono", "run", "train.py"))
         ),
         (
             {"exchange": "local_sgd", "local_sgd": LocalSGDSettings(sync_every=0)},
-            "local_sgd.sync_every = 0 is out of range.: .*at least 1.*local_sgd.sync_every=1",
+            "local_sgd.sync_every = 0 is out of range.: .*at least 1.*local_sgd.sync_every=50",
         ),
         (
             {"exchange": "server", "server": ServerSettings(staleness=-1)},

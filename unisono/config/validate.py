@@ -60,7 +60,8 @@ def check(settings: Any, size: int, line: CommandLine, unknown: Collection[str] 
         return problems  # comparing values of the wrong type would only raise
     values = {name: value for name, value in flatten(settings).items() if name not in unknown}
     axes, wrong = choose_mesh(values, size, line)
-    problems += [problem for entry in entries if (problem := _out_of_range(entry, line))]
+    defaults = {entry.name: entry.default for entry in entries_of(type(settings))}
+    problems += [problem for entry in entries if (problem := _out_of_range(entry, defaults[entry.name], line))]
     found = _with_mesh(values, axes)
     problems += [conflict.problem(found, line) for conflict in conflicts_among(found)]
     problems += [problem for rule in WITHOUT_MESH for problem in rule(values, line)]
@@ -102,10 +103,14 @@ def _wrong_type(entry: SettingEntry, line: CommandLine) -> Problem | None:
     return None
 
 
-def _out_of_range(entry: SettingEntry, line: CommandLine) -> Problem | None:
+def _out_of_range(entry: SettingEntry, default: Any, line: CommandLine) -> Problem | None:
+    """Return the problem with a value. It proposes the script's default if the value is too small, else the limit."""
     limits, value = entry.limits, entry.default
     if limits is None or value is None or value in limits:
         return None
     must, bound = limits.violated(value)
-    dos = [str(line.setting(f"{entry.name}={each}")) for each in limits.instead or (bound,)]
+    usual = isinstance(default, int | float) and value < default and default in limits
+    dos = [
+        str(line.setting(f"{entry.name}={shown(each)}")) for each in limits.instead or (default if usual else bound,)
+    ]
     return Problem(f"{entry.name} = {shown(value)} is out of range.", f"It must be {must}.", ", or: ".join(dos))
