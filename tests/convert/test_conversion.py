@@ -290,7 +290,7 @@ def test_ranks_and_collectives() -> None:
             "            optimizer.step()\n        if rank == 0:\n            print(epoch)\n"
             "            torch.save(model.module.state_dict(), 'a.pt')\n        total = loss.detach().clone()\n"
             "        dist.all_reduce(total)\n        total /= dist.get_world_size()\n        if rank == 0:\n"
-            "            print(f'{rank}: {total.item()}')\n    dist.destroy_process_group()\n",
+            "            print(f'{rank}: {total.item()}', flush=True)\n    dist.destroy_process_group()\n",
         ),
     )
     found = lines(source, 2)

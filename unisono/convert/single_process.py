@@ -356,20 +356,23 @@ def _with_args(call: Any, args: list[Any]) -> Any:
 
 
 def _prints(node: Any) -> bool:
-    call = called(node)
-    return dotted(call.func) in ("print", "run.print") and all(arg.keyword is None for arg in call.args)
+    return _is_plain_print(called(node), ("print", "run.print"))
+
+
+def _is_plain_print(call: Any, names: tuple[str, ...]) -> bool:
+    """Return whether a call prints values without keywords other than `flush`; run.print always flushes."""
+    return dotted(call.func) in names and all(arg.keyword is None or arg.keyword.value == "flush" for arg in call.args)
 
 
 def _printed(node: Any) -> Any:
     """Return a statement with run.print in place of print."""
 
     def change(original: Any, updated: Any) -> Any:
-        if (
-            isinstance(updated, cst.Call)
-            and dotted(updated.func) == "print"
-            and all(arg.keyword is None for arg in updated.args)
-        ):
-            return updated.with_changes(func=expression("run.print"))
+        if isinstance(updated, cst.Call) and _is_plain_print(updated, ("print",)):
+            values = [arg for arg in updated.args if arg.keyword is None]
+            if values:
+                values[-1] = values[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            return updated.with_changes(func=expression("run.print"), args=values)
         return updated
 
     return transform(node, change)
