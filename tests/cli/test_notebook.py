@@ -172,7 +172,7 @@ def test_wrong_arguments_are_refused_before_the_start(command: Command) -> None:
     ended = command.end(command.start_python("launching.py"))
     assert ended.status == 0, ended.err
     assert ended.out.splitlines() == [
-        "unisono.launch(main, Settings(batch=1), ranks=1)",
+        "unisono.launch(main, Settings(batch=16), ranks=1)",
         "unisono.launch(main, settings, ranks=8), or (other bits): "
         "unisono.launch(main, Settings(virtual_ranks=99, batch=99), ranks=99)",
         "unisono.launch(main, settings, ranks=1) (from the start), or: "
