@@ -165,4 +165,4 @@ clean:  ## remove .venv, caches and builds; runs/ stays
 	rm -rf .venv .venv-torch-* $(PEERS) $(SUPPLY) $(DIST) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help setup run test lint types docs slow bench correctness gpu agreement faults lock sbom audit dist package release clean
+.PHONY: help setup run test ci lint types docs slow bench correctness gpu agreement faults lock sbom audit dist package release clean

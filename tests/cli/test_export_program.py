@@ -214,8 +214,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["branches", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["branches", "random"])
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(command: Command, name: str) -> None:
     setting, expected = REFUSED[name]
     trained(command, "--set", setting)
@@ -239,7 +239,7 @@ WRONG = {
 }
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_wrong_requests(command: Command) -> None:
     trained(command)
     for name, (words, expected) in WRONG.items():

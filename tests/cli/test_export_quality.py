@@ -86,8 +86,8 @@ def exported(command: Command, kind: str, *words: str, ranks: int = 2) -> tuple[
     return json.loads((command.folder / "out" / "result.json").read_text()), last_json(ended.out)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", ["after", *(pytest.param(k, marks=pytest.mark.slow) for k in ("epochs", "iterator"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["after", "epochs", "iterator"])
 def test_the_evaluation_of_the_script_measures_the_program(command: Command, kind: str) -> None:
     result, report = exported(command, kind)
     original = report["quality"]["original"]

@@ -122,11 +122,9 @@ BOUNDS = {"int8": (0.001, 0.02), "int8-dynamic": (0.001, 0.05), "int4": (0.02, 0
 """The difference to the unquantized model: at least, at most."""
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @needs_torchao
-@pytest.mark.parametrize(
-    "kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8-dynamic", "int4"))]
-)
+@pytest.mark.parametrize("kind", ["int8", "int8-dynamic", "int4"])
 def test_a_program_needs_no_torchao(command: Command, kind: str) -> None:
     trained(command)
     report = exported(command, "model.pt2", kind, "--format", "torch")

@@ -123,7 +123,7 @@ def test_devices_that_are_not_here_are_estimated(tmp_path: Path, capsys: pytest.
     assert found["next"].startswith("unisono run ")
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_script_without_a_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "idle.py"
     path.write_text(SCRIPT.replace("for x, y in step:", "break").split("            loss =")[0] + END, encoding="utf-8")

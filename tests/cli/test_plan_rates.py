@@ -180,7 +180,7 @@ def test_unfit_requests_are_refused(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_the_command_prints_a_curve_and_a_line(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,7 +153,7 @@ def test_a_population_that_cannot_work_is_refused_before_it_starts(study: Study)
     assert not (study.folder / "runs").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "facts"),
     [

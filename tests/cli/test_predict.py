@@ -90,10 +90,10 @@ def numbers(command: Command, count: int = SAMPLES) -> list[float]:
     return values
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [(), pytest.param(("--ranks", "2", "--set", "parallel.shard=2"), marks=pytest.mark.slow)],
+    [(), ("--ranks", "2", "--set", "parallel.shard=2")],
     ids=["whole", "shards"],
 )
 def test_the_output_is_the_same_on_any_number_of_processes(command: Command, words: tuple[str, ...]) -> None:
@@ -195,7 +195,7 @@ def test_a_script_without_a_function_predicts_for_tensors(command: Command, monk
     assert "does not say how to predict" in ended.err
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_wrong_requests(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(command)
     numbers(command, 5)

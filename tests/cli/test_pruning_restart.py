@@ -37,10 +37,8 @@ if __name__ == "__main__":
 METHODS = ["MagnitudePruning(model", "MovementPruning(model, optimizer"]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "method", [METHODS[0], pytest.param(METHODS[1], marks=pytest.mark.slow)], ids=["magnitude", "movement"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS, ids=["magnitude", "movement"])
 def test_a_restart_with_shards_changes_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("{method}", method), encoding="utf-8")

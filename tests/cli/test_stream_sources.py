@@ -17,8 +17,6 @@ from tests.file_server import serve
 from tests.house.sources import ROOT
 from unisono.cli.main import main
 
-pytestmark = pytest.mark.ci
-
 SCRIPT = """
 import io, time
 from dataclasses import dataclass, field
@@ -106,8 +104,8 @@ def logs(folder: Path, name: str) -> str:
 MOUNTED = 'mkdir disk && mount -n -t tmpfs -o size=20k tmpfs disk && exec "$@"'
 
 
-def test_the_same_bits_from_everywhere(folder: Path) -> None:
-    """Local shards, a URL, a cache, a cache that is too small for two shards, and a full disk under the cache."""
+@pytest.mark.ci
+def test_shards_at_a_url_and_in_a_cache_have_the_bits_of_local_ones(folder: Path) -> None:
     local = fingerprint(folder, "local", "shards")
     workers = ("--set", "loader.workers=1")
     with serve(folder / "shards", folder / "seen") as server:
@@ -117,6 +115,13 @@ def test_the_same_bits_from_everywhere(folder: Path) -> None:
         before = server.downloads("shard-00000.tar")
         assert fingerprint(folder, "again", server.url, *cache) == local
         assert server.downloads("shard-00000.tar") == before
+
+
+@pytest.mark.ci
+def test_a_small_cache_and_a_full_disk_change_no_bits(folder: Path) -> None:
+    """The cache is too small for two shards, and then the disk under it is full."""
+    local = fingerprint(folder, "local", "shards")
+    with serve(folder / "shards", folder / "seen") as server:
         small = ("--set", "cache=small", "--set", "limit=20kB")
         assert fingerprint(folder, "small", server.url, *small, ranks=2) == local
         assert "all shards in it are in use. It is read from its source" in logs(folder, "small")
@@ -129,6 +134,7 @@ def test_the_same_bits_from_everywhere(folder: Path) -> None:
         assert "No space left on device" in logs(folder, "full")
 
 
+@pytest.mark.ci
 def test_a_source_that_disappears_and_a_resume_from_another_one(folder: Path) -> None:
     whole = fingerprint(folder, "whole", "shards")
     skip = ("--set", "pause=0.02", "--set", "loader.on_error=skip")
@@ -146,6 +152,7 @@ def test_a_source_that_disappears_and_a_resume_from_another_one(folder: Path) ->
         assert fingerprint(folder, "mine", server.url, "--resume", "--set", "loader.on_error=skip", ranks=3) == whole
 
 
+@pytest.mark.slow
 def test_what_cannot_be_trained_on_is_named(folder: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (8, 8)).save(buffer, "JPEG")

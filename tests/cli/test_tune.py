@@ -143,7 +143,7 @@ def test_an_unknown_setting_and_a_missing_package_are_named(study: Study) -> Non
     assert not (study.folder / "runs").exists()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_trials_that_fail_are_named_and_the_study_continues(study: Study) -> None:
     search = ("--search", "kind=[good,crash,nan,silent,infinite]", "--sampler", "grid", "--round-size", "5")
     status, screen = study.run(*search, "--trials", "5", "--minimize", "error", "--ranks", "2", "--run-dir", "out")
@@ -162,7 +162,7 @@ def test_trials_that_fail_are_named_and_the_study_continues(study: Study) -> Non
     assert "The study in out has another search." in other[1]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_metric_that_no_trial_logs_ends_the_study(study: Study) -> None:
     words = ("--search", "kind=[silent,good]", "--sampler", "grid", "--minimize", "accuracy", "--ranks", "2")
     status, screen = study.run(*words, "--trials", "2", "--round-size", "1", "--run-dir", "out")
@@ -195,7 +195,7 @@ def test_a_study_continues_after_ctrl_c(study: Study) -> None:
     assert results(study.trials("out")) == results(study.trials("alone"))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_study_continues_without_its_journal(study: Study) -> None:
     words = ("--search", "kind=[good,crash]", "--sampler", "grid", "--trials", "2", "--ranks", "2")
     status, screen = study.run(*words, "--minimize", "error", "--run-dir", "out")

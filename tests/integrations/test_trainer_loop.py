@@ -208,6 +208,8 @@ CASES: dict[str, Case] = {
     "stream": (stream, next_tokens, {"train_sampling_strategy": "random"}),
     "classes": (table, classes, {"eval_strategy": "steps", "eval_steps": 3}),
 }
+IN_CI = ("generation", "datasets")
+"""Cases that CI runs; `make slow` runs the others."""
 
 
 def run_case(world: World, folder: Path, base: Path, name: str, parallel: dict[str, Any], workers: int) -> Any:
@@ -226,8 +228,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.ci if name in IN_CI else pytest.mark.slow) for name in CASES]
+)
 def test_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path, name: str) -> None:
     base = make_llama(tmp_path / "base")
     placements: list[tuple[int, dict[str, Any], int]] = [(1, {}, 0), (2, {}, 1), (2, {"shard": 2}, 0)]
@@ -267,7 +270,7 @@ def run_with(world: World, folder: Path, base: Path, data: Any, resume: bool) ->
     return attempt(world, folder / "run", loop, settings_from(args)(), resume=resume)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_resume_logs_the_mean_of_the_whole_interval(tmp_path: Path) -> None:
     base = make_llama(tmp_path / "base")
     (whole,) = run_ranks(run_with, 1, tmp_path / "whole", base, Sentences(20), False)

@@ -56,7 +56,7 @@ def errors_of(folder: Path, *command: str | Path) -> str:
     return run(*command, folder=folder, status=1)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("install", ["wheel", "editable"])
 def test_pyright_finds_the_types(install: str, environments: dict[str, Path], tmp_path: Path) -> None:
     pyright = shutil.which("pyright")
@@ -68,7 +68,7 @@ def test_pyright_finds_the_types(install: str, environments: dict[str, Path], tm
     assert found == [(WRONG_LINE, "reportAttributeAccessIssue")]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("install", ["wheel", "editable"])
 def test_mypy_finds_the_types(install: str, environments: dict[str, Path], tmp_path: Path) -> None:
     if find_spec("mypy") is None:

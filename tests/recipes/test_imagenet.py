@@ -135,7 +135,7 @@ def test_shards_at_a_url_are_cached(tmp_path: Path, folder: Path) -> None:
     assert sorted(path.read_bytes() for path in shards) == [each for each in contents if not each.startswith(b"{")]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_wrong_data_ends_the_command_with_what_to_type(tmp_path: Path, folder: Path) -> None:
     """Each run has two processes. The first line that both print is the error of the data."""

@@ -41,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train_on_one_process("supernet", tmp_path_factory.mktemp("reference") / "run", sets=TOY)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_and_three_processes_find_the_same_paths(tmp_path: Path, reference: dict[str, Any]) -> None:
     for ranks in (2, 3):
         result, screen = train_recipe("supernet", tmp_path / str(ranks), ranks, sets=TOY)
@@ -63,7 +63,7 @@ def test_a_sharded_super_network_matches_one_process(tmp_path: Path, reference: 
     assert_same_run(result, reference, *PATHS)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_path_alone_is_trained_from_scratch(tmp_path: Path) -> None:
     sets = {**TOY, "path": "31"}
     one = train_on_one_process("supernet", tmp_path / "one", sets=sets)

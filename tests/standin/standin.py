@@ -72,7 +72,7 @@ class Module:
 
 
 def build(folder: Path) -> Path:
-    """Compile the library once per folder (six seconds), and return its path."""
+    """Compile the library once per folder (half a minute on one core), and return its path."""
     source, torch_folder = HERE / "standin.cpp", Path(torch.__file__).parent
     library = folder / f"libstandin-{zlib.crc32(source.read_bytes() + torch.__version__.encode()):08x}.so"
     with open(folder / "standin.lock", "w") as lock:

@@ -78,7 +78,7 @@ def run(study: Optimizer, rounds: int = 5) -> list[FrozenTrial]:
 
 @pytest.mark.parametrize("objectives", [1, 2])
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.ci) if each == "gp" else each for each in SAMPLERS]
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "gp" else each for each in SAMPLERS]
 )
 def test_a_sampler_draws_the_same_trials_again(name: str, objectives: int) -> None:
     dimensions = LISTS if name in FINITE else RANGES
@@ -94,7 +94,7 @@ def test_a_sampler_draws_the_same_trials_again(name: str, objectives: int) -> No
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.ci) if each == "wilcoxon" else each for each in PRUNERS]
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "wilcoxon" else each for each in PRUNERS]
 )
 def test_a_pruner_prunes_the_same_trials_again(name: str) -> None:
     study = optimizer(RANGES, "random", NEED_OPTIONS.get(name, name))
