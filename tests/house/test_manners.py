@@ -23,8 +23,10 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def test_files_have_few_lines_of_code() -> None:
-    lines = {path: code_lines(path) for path in files("unisono", "tests", "benchmarks")}
-    print(f"{sum(n for path, n in lines.items() if LIBRARY in path.parents)} lines of code in the library")
+    lines = {path: code_lines(path) for path in files("unisono")}
+    print(f"{sum(lines.values())} lines of code in the library")
+    others = [path for path in files("tests", "benchmarks") if path.read_bytes().count(b"\n") > CODE_LINES]
+    lines |= {path: code_lines(path) for path in others}
     assert {str(path.relative_to(ROOT)): n for path, n in lines.items() if n > CODE_LINES} == {}
 
 
