@@ -33,7 +33,7 @@ from unisono.launcher.worker_process import WorkerFailure
 from unisono.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 240.0
 """Enough for a busy machine. Only a hang takes that long."""
 
 PRELUDE = """

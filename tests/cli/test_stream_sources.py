@@ -85,14 +85,14 @@ def started(
 
 def fingerprint(folder: Path, name: str, url: str, *more: str, ranks: int = 1, before: tuple[str, ...] = ()) -> str:
     process = started(folder, name, url, *more, ranks=ranks, before=before)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
     return str(json.loads((folder / "runs" / name / "result.json").read_text())["weights_sha256"])
 
 
 def failure(folder: Path, name: str, url: str, *more: str, ranks: int = 1) -> str:
     process = started(folder, name, url, *more, ranks=ranks)
-    said, _ = process.communicate(timeout=120)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == 1, said
     return said
 
@@ -143,7 +143,7 @@ def test_a_source_that_disappears_and_a_resume_from_another_one(folder: Path) ->
         while not [*(folder / "runs" / "mine").glob("checkpoints/step-*")]:
             assert process.poll() is None
         server.kill()
-        said, _ = process.communicate(timeout=120)
+        said, _ = process.communicate(timeout=240)
     assert process.returncode == 1, said
     assert f"{server.url}/shard-" in said
     assert "cannot be read any more." in said
