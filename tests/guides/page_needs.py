@@ -50,9 +50,6 @@ SMALLER: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 SLOW = frozenset(
     {
-        f"{SITUATIONS}/reproduce.md",
-        f"{SITUATIONS}/small-batches.md",
-        f"{SITUATIONS}/thin-line.md",
         "docs/guide/access.md",
         "docs/guide/adapters.md",
         "docs/guide/architecture-search.md",
@@ -90,8 +87,7 @@ SLOW = frozenset(
 )
 """Pages that `make slow` follows in place of CI, because each takes 40 seconds or more.
 
-Together they would take a third of CI's time. CI follows all Start pages, most situations, and the pages on Slurm and
-resume, however long they take.
+CI follows all Start pages, all situations, and the pages on Slurm and resume, however long they take.
 """
 
 HOSTS = frozenset({"docs/guide/hosts/ssh.md", "docs/guide/hosts/encryption.md"})

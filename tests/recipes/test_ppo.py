@@ -34,7 +34,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train_on_one_process("ppo", tmp_path_factory.mktemp("reference") / "run", sets=TOY)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_and_three_processes_match_one(tmp_path: Path, reference: dict[str, Any]) -> None:
     for ranks in (2, 3):
         result, screen = train(tmp_path / str(ranks), ranks)

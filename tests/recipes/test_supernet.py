@@ -41,7 +41,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return train_on_one_process("supernet", tmp_path_factory.mktemp("reference") / "run", sets=TOY)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_and_three_processes_find_the_same_paths(tmp_path: Path, reference: dict[str, Any]) -> None:
     for ranks in (2, 3):
         result, screen = train_recipe("supernet", tmp_path / str(ranks), ranks, sets=TOY)
