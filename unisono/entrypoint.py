@@ -144,9 +144,9 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
     script = Path(sys.argv[0])
     request = RunRequest.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
     line = StartRequest(script, request, world).line()
-    request = resumed_request(request, script.stem, line, restarts=world.restarts)
-    start = StartRequest(script, request, world)
     with chdir(world.folder):  # the script may have changed it
+        request = resumed_request(request, script.stem, line, restarts=world.restarts)
+        start = StartRequest(script, request, world)
         loaded = start.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
     if world.dry and request.describe is not None:
@@ -158,9 +158,10 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
     joining = join(world, divided=settings.parallel.shard != 1, backend=settings.backend, secure=settings.secure)
     watch = StatusThread(settings.watchdog, world, encrypted=settings.secure.transport == "tls")
     with watch, joining as group, ExitStack() as kept:
-        shown, path, resumes = _on_main(group, lambda: (*start.run_dir(kept), request.resume))
+        # Other hosts may not have the run directory, and with it the arguments of the script.
+        shown, path, resumes, own = _on_main(group, lambda: (*start.run_dir(kept), request.resume, request.own))
         run_dir = Path(path)  # absolute, because the script may change its working directory
-        request = replace(start.request, run_dir=Path(shown), resume=resumes)
+        request = replace(start.request, run_dir=Path(shown), resume=resumes, own=tuple(own))
         start = replace(start, request=request)
         facts = describe_environment(group.device)
         facts["differences"] = differences = agree(group, facts)

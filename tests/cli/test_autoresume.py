@@ -73,3 +73,33 @@ def test_without_a_run_directory_the_run_of_the_same_job_is_resumed(
     assert second_start(slow).run_dir == Path("runs/train-20260101-000000")
     assert second_start(fast).run_dir == Path("runs/train-20260101-000001")
     assert second_start(RunRequest()) == RunRequest()
+
+
+def write_start(folder: Path, script: Path, *arguments: str) -> None:
+    """Write the file in which a run records its script and the script's arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"script": str(script.resolve()), "arguments": list(arguments)}
+    (folder / "environment.json").write_text(json.dumps(about))
+
+
+def test_a_resume_keeps_the_arguments_of_the_script(runs: Path) -> None:
+    script, other = Path("train.py"), Path("other.py")
+    script.touch()
+    write_start(Path("mine"), script, "--epochs", "100")
+    request = RunRequest(run_dir=Path("mine"), resume=True)
+    assert resumed_request(request, "train", LINE).own == ("--epochs", "100")
+    assert resumed_request(replace(request, own=("--lr=1",)), "train", LINE).own == ("--lr=1",)
+    assert second_start(RunRequest(run_dir=Path("mine"))).own == ("--epochs", "100")
+    assert resumed_request(replace(request, resume=False), "train", LINE).own == ()
+    assert resumed_request(request, "other", LINE).own == ()  # another script, which takes other arguments
+    script.rename(other)
+    assert resumed_request(request, "other", LINE).own == ("--epochs", "100")
+    write_start(runs / "train-20261129-120000", script, "--newest")
+    assert resumed_request(RunRequest(resume=True), "train", LINE).own == ("--newest",)
+
+
+def test_secret_arguments_are_given_again(runs: Path) -> None:
+    write_start(Path("mine"), Path("train.py"), "--token", "***")
+    with pytest.raises(SettingsError, match="are not stored") as caught:
+        resumed_request(RunRequest(run_dir=Path("mine"), resume=True), "train", LINE)
+    assert caught.value.problems[0].remedy == "python train.py -- --token '***' (with the secret)"

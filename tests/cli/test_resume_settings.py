@@ -85,3 +85,29 @@ def test_a_resume_of_another_script_names_it(command: Command) -> None:
     assert refused.err.startswith("Cannot resume with clip = 2.0.\n")  # the script was renamed
     renamed = command.run(*again, "--set", "steps=8")
     assert renamed.status == 0, renamed.err
+
+
+WITH_ARGUMENTS = SCRIPT.replace(
+    "def main(run):\n",
+    """def main(run):
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--length", type=int, default=40)
+    length = parser.parse_args().length
+""",
+).replace("OneCycleLR(optimizer, run.settings.lr, total_steps=24)", "CosineAnnealingLR(optimizer, length)")
+
+
+@pytest.mark.ci
+def test_a_resume_keeps_the_arguments_of_the_script(command: Command) -> None:
+    command.script(WITH_ARGUMENTS)
+    run = ["run", "script.py", "--run-dir", "out"]
+    whole = command.run("run", "script.py", "--run-dir", "whole", "--", "--length", "100")
+    command.run(*run, "--set", "steps=8", "--ranks", "2", "--", "--length", "100")
+    again = command.run(*run, "--set", "steps=24", "--ranks", "3", "--resume")
+    assert (whole.status, again.status) == (0, 0), again.err
+    assert "continuing after step 8\narguments of the script: --length 100\n" in again.out
+    assert result(command, "out")["weights_sha256"] == result(command, "whole")["weights_sha256"]
+    changed = command.run(*run, "--set", "steps=32", "--resume", "--", "--length=50")
+    assert "schedule.T_max changes from 100 to 50: other results from step 24 on\n" in changed.out
+    assert result(command, "out")["promise"] == "exact until step 24"

@@ -123,10 +123,15 @@ def test_no_secret_is_in_a_file_or_on_the_screen(command: Command, planted: list
     with urllib.request.urlopen(address, timeout=PATIENCE_SECONDS) as page:
         assert not SIGN.search(page.read())
     watch.kill()
-    again = command.run("run", "script.py", "--run-dir", "out", "--resume", "--set", "steps=6")
-    assert again.status == 2
-    assert "api_key is not stored." in again.err
-    assert not SIGN.search(again.err.encode())
+    resume = ["run", "script.py", "--run-dir", "out", "--resume", "--set", "steps=6"]
+    for own, refused in (
+        ((), "The arguments of the script of out are not"),
+        (tuple(planted[planted.index("--") :]), "api_key is not"),
+    ):
+        again = command.run(*resume, *own)
+        assert again.status == 2
+        assert f"{refused} stored." in again.err
+        assert not SIGN.search(again.err.encode())
 
 
 @pytest.mark.slow

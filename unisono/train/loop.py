@@ -123,9 +123,11 @@ class SyncLoop:
     def begin(self, context: RunContext, parts: StepParts) -> None:
         """Begin the loop, after all objects that the script tracks are known and loaded."""
         progress = context.progress
-        progress.changes += [
-            {"step": progress.steps_done, "field": name, "from": a, "to": b} for name, a, b in context.state.begin()
-        ]
+        for name, before, now in context.state.begin():
+            progress.changes.append({"step": progress.steps_done, "field": name, "from": before, "to": now})
+            context.monitor.note(
+                f"{name} changes from {before} to {now}: other results from step {progress.steps_done} on"
+            )
         for name, before, now in context.state.options.changed:
             context.monitor.note(f"{name} changes from {before} to {now}, with the settings")
         seen = parts.checks.order.samples(progress.steps_done)

@@ -1,4 +1,4 @@
-"""Resume a run that a job manager has restarted with the same command.
+"""Resume a run: with the arguments of its script, and if a job manager has restarted it with the same command.
 
 torchrun and Slurm count restarts, which shows that a run has been restarted. Other managers (Kubernetes, systemd, a
 shell loop) repeat the same command each time; it contains --autoresume. With --run-dir, that directory is resumed.
@@ -9,19 +9,22 @@ have several runs.
 from __future__ import annotations
 
 import json
+import shlex
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from unisono import environment
 from unisono.cli.request.run_dir import RUNS, newest_run
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
+from unisono.security.masking import MASK, is_masked
 
 
 def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
-    """Return the request, with --resume if there is a run to resume.
+    """Return the request, with --resume if there is a run to resume, and with the script's arguments of that run.
 
     Args:
         request: the flags of the run.
@@ -30,20 +33,48 @@ def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restar
         restarts: the number of restarts that the job manager has counted.
 
     Raises:
-        SettingsError: for --autoresume without --run-dir.
+        SettingsError: for --autoresume without --run-dir; or the run does not store the arguments of its script.
     """
     path = request.run_dir
     if request.autoresume and path is None:
         facts = "The default run directory has the time of its start in its name, so a restart would not find it."
         raise SettingsError("--autoresume needs --run-dir.", facts, str(line.flag("--run-dir", f"runs/{stem}")))
     plain = replace(request, autoresume=False)
-    if request.resume or not (request.autoresume or restarts):
+    if request.resume:
+        return with_arguments(plain, request.run_dir or newest_run(stem), stem, line)
+    if not (request.autoresume or restarts):
         return plain
     if path is None:
         path = newest_run(stem) if environment.job() is None else _of_this_job(plain, stem)
     if path is None or not path.is_dir():
         return replace(plain, accept_change=()) if request.autoresume else plain  # there is no run yet to differ from
-    return replace(plain, run_dir=path, resume=True)
+    return with_arguments(replace(plain, run_dir=path, resume=True), path, stem, line)
+
+
+def with_arguments(request: RunRequest, run_dir: Path | None, stem: str, line: CommandLine) -> RunRequest:
+    """Return the request with the arguments that the script had in the run to resume, if it names no others.
+
+    Args:
+        request: the flags of the run.
+        run_dir: the run to resume; None if there is none.
+        stem: the name of the recipe or script.
+        line: the typed command, for messages.
+
+    Raises:
+        SettingsError: they contain a secret, which the run does not store.
+    """
+    if request.own or run_dir is None:
+        return request
+    about: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        about = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+    script = Path(about.get("script", ""))
+    own = tuple(about.get("arguments", ())) if script.stem == stem or not script.is_file() else ()
+    if is_masked(own):
+        facts = f"They contain a secret, so environment.json has {MASK} in its place."
+        do = f"{line} -- {shlex.join(own)} (with the secret)"
+        raise SettingsError(f"The arguments of the script of {run_dir} are not stored.", facts, do)
+    return replace(request, own=own)
 
 
 def job_mark(request: RunRequest) -> dict[str, str | None]:

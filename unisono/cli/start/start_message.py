@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from unisono.config import Settings, plural
 from unisono.config.wording import wrapped
 from unisono.distributed.rendezvous.interfaces import describe_network
 from unisono.monitor import console
+from unisono.security.masking import mask_words
 from unisono.train.recovery.survival import about_shards, may_survive
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def print_start(
     console.print_line(  # not wrapped, because a path is copied
         f"run directory: {request.run_dir}" + (f", continuing after step {resumed.steps}" if resumed else "")
     )
+    if resumed is not None and request.own:
+        console.print_line(f"arguments of the script: {shlex.join(mask_words(request.own))}")
 
 
 SMALL_SHARE = 2
