@@ -116,6 +116,17 @@ def test_epochs(loop: str, expected: list[str]) -> None:
     assert found[found.index("if step.ends_epoch:") + 1] == "print(epoch)"
 
 
+@pytest.mark.parametrize("loop", ["range(args.epochs)", "range(1, args.epochs + 1)"])
+def test_a_schedule_follows_the_number_of_epochs(loop: str) -> None:
+    parse = "    args = SimpleNamespace(epochs=7)\n    torch.manual_seed(3)"
+    schedule = "    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)\n    for epoch"
+    source = script(("range(3)", loop), ("    torch.manual_seed(3)", parse), ("    for epoch", schedule))
+    found = lines(source.replace("epochs=7", "epochs=epochs").replace("def main():", "epochs = 7\ndef main():"))
+    assert "epochs: int | None = 7" in found
+    assert "schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=run.settings.epochs)" in found
+    assert "args = SimpleNamespace(epochs=epochs)" in found
+
+
 def test_code_before_the_batches_runs_at_the_first_step_of_an_epoch() -> None:
     source = script(
         ("        for x, y", "        model.train()\n        total = 0.0\n        print(epoch)\n        for i, (x, y)"),

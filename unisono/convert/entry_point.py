@@ -27,8 +27,8 @@ from unisono.convert.syntax import (
 )
 
 ARGUMENTS = (
-    "arguments of the script come after --, as in: unisono run {file} -- --help. Those for the batch and for epochs "
-    "have no effect: --set batch={batch} --set epochs={epochs}"
+    "arguments of the script come after --, as in: unisono run {file} -- --help. The loop takes batch and epochs "
+    "from the settings, and not from arguments: --set batch={batch} --set epochs={epochs}"
 )
 
 

@@ -27,6 +27,7 @@ from unisono.convert.syntax import (
     normalized,
     noted,
     notes_in,
+    parts_of,
     replace_chains,
     replace_node,
     statement,
@@ -182,6 +183,7 @@ class _Conversion:
         module = replace_node(facts.module, loop.outer, new)
         module = self._with_lengths(facts, module, data, steps.body.accumulated)
         module = replace_chains(module, {DATA: data.data})
+        module = _with_epochs(module, steps.epochs_name)
         facts.module = module
         module = placed(facts, self.notes)
         single = SingleProcess(facts, steps.body.precision)
@@ -288,6 +290,25 @@ class _Conversion:
 
 
 _DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
+
+
+def _with_epochs(module: Any, name: str) -> Any:
+    """Return the module in which the code around the loop reads the number of epochs from the settings."""
+    hosts = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _has_loop(each)]
+    around = hosts[-1:] or [each for each in module.body if not isinstance(each, _DEFINITIONS)]
+    stored = {part for each in walk(module) for part in _targets(each)}
+    if not name or any(isinstance(each, cst.AugAssign) and dotted(each.target) == name for each in walk(module)):
+        return module
+    for each in around:
+        module = replace_node(module, each, replace_chains(each, {name: "run.settings.epochs"}, kept=stored))
+    return module
+
+
+def _targets(node: Any) -> list[Any]:
+    """Return the names that a statement or a parameter defines."""
+    if isinstance(node, cst.AssignTarget | cst.AnnAssign | cst.For | cst.CompFor):
+        return parts_of(node.target)
+    return [node.name] if isinstance(node, cst.Param | cst.FunctionDef) else []
 
 
 def _has_loop(node: Any) -> bool:

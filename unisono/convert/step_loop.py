@@ -51,13 +51,25 @@ RESTARTED = (
 
 @dataclass
 class StepLoop:
-    """The statements of the new loop, and what the settings get from it."""
+    """The statements of the new loop, and what the settings get from it.
+
+    Attributes:
+        facts: The facts of the script.
+        loop: Its loops.
+        data: Its training data.
+        body: What the loop over batches does.
+        epochs: The number of epochs; None if the script does not show it.
+        epochs_name: What the script calls it, as in args.epochs; "" if it has no name.
+        first_epoch: The number of the first one.
+        notes: Notes for the settings.
+    """
 
     facts: Facts
     loop: TrainingLoop
     data: TrainingData
     body: BatchBody
     epochs: int | None = 1
+    epochs_name: str = ""
     first_epoch: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -89,6 +101,12 @@ class StepLoop:
         stop, start = self.facts.value(ends[-1]), self.facts.value(ends[0]) if len(ends) > 1 else 0
         self.first_epoch = start if isinstance(start, int) else 0
         self.epochs = stop - self.first_epoch if isinstance(stop, int) else None
+        count = ends[-1]
+        if self.first_epoch == 1 and isinstance(count, cst.BinaryOperation) and text(count).endswith("+ 1"):
+            count, begins_with_it = count.left, True
+        else:
+            begins_with_it = self.first_epoch == 0
+        self.epochs_name = dotted(count) if begins_with_it and self.epochs is not None else ""
         if isinstance(ends[0], cst.Name | cst.Attribute) and len(ends) > 1:
             note = (
                 f"the loop began at {text(ends[0])}. A run begins at epoch {self.first_epoch}; --resume continues it."

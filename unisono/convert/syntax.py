@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -199,11 +199,14 @@ def replace_node(root: Any, old: Any, new: Any) -> Any:
     return transform(root, lambda original, updated: put if original is old else updated)
 
 
-def replace_chains(node: Any, chains: Mapping[str, str]) -> Any:
-    """Return a node in which names, or chains of attributes, are replaced by expressions. Keywords stay."""
+def replace_chains(node: Any, chains: Mapping[str, str], kept: Collection[Any] = ()) -> Any:
+    """Return a node in which names, or chains of attributes, are replaced by expressions.
+
+    Keywords and the nodes in `kept` stay.
+    """
     if not chains:
         return node
-    skipped: set[Any] = set()
+    skipped: set[Any] = {*kept}
     for each in walk(node):
         if isinstance(each, cst.Attribute):
             skipped.add(each.attr)
