@@ -24,9 +24,14 @@ INTERVAL = 16
 
 
 class LossSpikes:
-    """Observes the loss of every step."""
+    """Observes the loss of every step.
+
+    Attributes:
+        found: The number of spikes until now.
+    """
 
     def __init__(self) -> None:
+        self.found = 0
         self._losses = deque[float](maxlen=WINDOW)
         self._count = 0
         self._quiet_until = 0  # number of losses before which no spike is reported
@@ -37,6 +42,7 @@ class LossSpikes:
         found = self._typical if self._limit < loss < float("inf") and self._count >= self._quiet_until else None
         if found is not None:
             self._quiet_until = self._count + WINDOW
+            self.found += 1
         self._losses.append(loss)
         self._count += 1
         if self._count >= MIN_STEPS and self._count % INTERVAL == 0:

@@ -20,6 +20,9 @@ from unisono.phases import CommWait, GcPause, time_gc
 LINE_SECONDS = 0.02
 """Steps that are faster share a line of the timeline: number and loss of the last one, the seconds of all."""
 
+NOTED_SPIKES = 3
+"""Spikes of the loss that are printed. A loss near zero may have many."""
+
 
 class StepResult(Protocol):
     """A finished step."""
@@ -134,8 +137,11 @@ class StepMonitor:
         new.samples += step.samples
         new.weight += step.weight
         if self._progress is not None and (typical := self._spikes.observe(step.loss)) is not None:
-            fact = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
-            self.note(f"{fact} Look at it: unisono replay {self.typed} --step {step.number}")
+            if self._spikes.found <= NOTED_SPIKES:
+                fact = f"The loss of step {step.number} is {step.loss:.4g}, and was about {typical:.4g} before it."
+                self.note(f"{fact} Look at it: unisono replay {self.typed} --step {step.number}")
+            if self._spikes.found == NOTED_SPIKES:
+                self.note("Later spikes of the loss are only in the report.")
             self.event({"event": "spike", "step": step.number, "loss": step.loss, "typical": typical})
         if self._new.steps and (self._new.logged or time.perf_counter() > self._new.due):
             self._write(step)
