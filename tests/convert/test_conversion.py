@@ -310,6 +310,28 @@ def test_ranks_and_collectives() -> None:
     assert not any("dist." in line or "DDP" in line for line in found)
 
 
+@pytest.mark.parametrize("given", ["MASTER_ADDR='127.0.0.1', MASTER_PORT='29500'", "{'MASTER_ADDR': '127.0.0.1'}"])
+def test_a_number_of_processes_that_spawn_passes(given: str) -> None:
+    source = script(
+        ("def main():", "def main(rank, count):"),
+        (
+            "    torch.manual_seed(3)",
+            f"    os.environ.update({given})\n    dist.init_process_group('gloo', rank=rank, world_size=count)\n"
+            "    torch.manual_seed(3)",
+        ),
+        ("    main()", "    torch.multiprocessing.spawn(main, args=(2,), nprocs=2)"),
+    )
+    found = lines(source)
+    assert "def main(run: unisono.Run[Settings]):" in found
+    assert not [line for line in found if "environ" in line or "count" in line]
+    assert "batch: int = 32" in found
+
+
+def test_variables_of_the_script_stay() -> None:
+    update = "    os.environ.update(MASTER_PORT='1', MY_DATA='x')\n    torch.manual_seed(3)"
+    assert "os.environ.update(MASTER_PORT='1', MY_DATA='x')" in lines(script(("    torch.manual_seed(3)", update)))
+
+
 def test_a_function_for_one_epoch_becomes_part_of_the_loop() -> None:
     source = (
         HEAD

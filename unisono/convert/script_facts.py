@@ -49,6 +49,13 @@ KINDS = {
 }
 WRAPPERS = {name for name, kind in KINDS.items() if kind == "model"}
 AUTOCAST = {"torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast"}
+GROUP_ARGUMENTS = {
+    "torch.distributed.init_process_group": {"rank": ("rank", 4), "world": ("world_size", 3)},
+    "torch.utils.data.DistributedSampler": {"rank": ("rank", 2), "world": ("num_replicas", 1)},
+    "torch.utils.data.distributed.DistributedSampler": {"rank": ("rank", 2), "world": ("num_replicas", 1)},
+}
+"""The arguments (name, place) that are a rank and a number of processes."""
+
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}
 WORLD_VARIABLES = {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"}
 ACCELERATOR = {
@@ -264,6 +271,9 @@ class Facts:
                 rest = parts_of_value(argument(node, "args") or cst.Tuple([]))
                 for name, value in zip(spawned.params[1:], rest, strict=False):
                     self._give(name, self.role(value))
+        if full in GROUP_ARGUMENTS:
+            for kind, (name, place) in GROUP_ARGUMENTS[full].items():
+                self._give(dotted(argument(node, name, place)), Role(kind, node))
         if full in WRAPPERS and node.args:
             self._give(dotted(node.args[0].value), Role("model", node.args[0].value))
         if full.startswith("torch.optim.") and "lr_scheduler" not in full and node.args:

@@ -57,6 +57,9 @@ DROPPED_OF_ACCELERATOR = {
     *("wait_for_everyone", "end_training", "free_memory", "init_trackers", "prepare", "register_for_checkpointing"),
     *("save_state", "load_state", "clear", "skip_first_batches"),
 }
+VARIABLES = re.compile("MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL")
+"""Variables of the environment by which processes find each other and their devices."""
+
 MAIN = {"is_main_process", "is_local_main_process"}
 SAVED = (
     "{name} is left out: a run saves what run.track names, at its end and every checkpoint.every steps. "
@@ -235,6 +238,8 @@ class SingleProcess:
             attr = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
             if full in DROPPED or attr == "set_epoch" or text(call.func) == "os.environ.setdefault":
                 return cst.RemoveFromParent()
+            if text(call.func) == "os.environ.update" and all(map(_names_processes, call.args)):
+                return cst.RemoveFromParent()
             if self.facts.kind(owner) == "scaler":
                 return cst.RemoveFromParent()
             if full in GATHERED:
@@ -261,7 +266,7 @@ class SingleProcess:
         ):
             return cst.RemoveFromParent()
         is_variable = isinstance(targets[0], cst.Subscript) and text(targets[0].value) == "os.environ"
-        if is_variable and re.search(r"MASTER|RANK|WORLD|CUDA_VISIBLE|GLOO|NCCL", text(targets[0])):
+        if is_variable and VARIABLES.search(text(targets[0])):
             return cst.RemoveFromParent()
         if any(self.facts.full_name(call.func) in AUTOCAST for call in calls(value)) and len(targets) == 1:
             return cst.RemoveFromParent() if self.precision else updated
@@ -341,6 +346,13 @@ def _stored(module: Any) -> Iterator[Any]:
             yield from parts_of(each.target)
         elif isinstance(each, cst.ImportAlias | cst.NameItem | cst.AsName | cst.ImportFrom):
             yield from (part for part in walk(each) if isinstance(part, cst.Name | cst.Attribute))
+
+
+def _names_processes(arg: Any) -> bool:
+    """Return whether an argument of os.environ.update only sets variables of processes."""
+    given = [text(each.key) for each in arg.value.elements] if isinstance(arg.value, cst.Dict) else []
+    found = [arg.keyword.value] if arg.keyword is not None else given
+    return bool(found) and all(VARIABLES.search(name) for name in found)
 
 
 def _arg(code: str) -> Any:

@@ -75,7 +75,7 @@ def convert(
         raise SettingsError(f"Cannot write {target}.", f"{error.strerror}.", do) from None
     screen = sys.stderr if request.json else sys.stdout
     print(done.diff, end="", file=screen)
-    print(f"\nWritten to {target}.", file=screen)
+    print(f"\nWritten to {target}{'' if done.notes else ', without notes'}.", file=screen)
     if done.notes:
         print(f"{plural(len(done.notes), 'note')} to read, each above the line that it is about:", file=screen)
     for number, note in done.notes:
