@@ -35,6 +35,9 @@ from unisono.train.gradient_pass import GradientPass
 from unisono.train.step_state import StepState
 from unisono.train.step_sync import StepSync
 
+NOTED_CHANGES = 3
+"""Changes of the assignment that are printed. Processes of similar speed may change it often."""
+
 NUMBERS = 3
 """Length of a report: seconds for one virtual rank (0: the process computed none), the first step of which the process
 has fetched nothing, seconds since its last report."""
@@ -114,7 +117,10 @@ class Rebalancer(Extension):
         first, counts = int(max(horizon for _, horizon, _ in reports)), [hi - lo for lo, hi in spans]
         self.source.schedule.change(first, spans)
         self.made.append((first, counts))
-        self.note(f"from step {first} on the processes compute {', '.join(map(str, counts))} virtual ranks, by speed")
+        if len(self.made) <= NOTED_CHANGES:
+            last = " (the report has later changes)" if len(self.made) == NOTED_CHANGES else ""
+            share = ", ".join(map(str, counts))
+            self.note(f"from step {first} on the processes compute {share} virtual ranks, by speed{last}")
         slow = self.balancer.slow
         if slow and slow != self._announced and not self.servers:
             self.note(_about_slow_ranks(slow, self.balancer.typical))
