@@ -98,6 +98,13 @@ def test_a_resume_keeps_the_arguments_of_the_script(runs: Path) -> None:
     assert resumed_request(RunRequest(resume=True), "train", LINE).own == ("--newest",)
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"script": 3, "arguments": 4}', '{"arguments": [1]}', "\x00"])
+def test_a_damaged_record_has_no_arguments(runs: Path, content: str) -> None:
+    Path("mine").mkdir()
+    Path("mine", "environment.json").write_text(content)
+    assert resumed_request(RunRequest(run_dir=Path("mine"), resume=True), "train", LINE).own == ()
+
+
 def test_secret_arguments_are_given_again(runs: Path) -> None:
     write_start(Path("mine"), Path("train.py"), "--token", "***")
     with pytest.raises(SettingsError, match="are not stored") as caught:

@@ -102,11 +102,9 @@ class StepLoop:
         self.first_epoch = start if isinstance(start, int) else 0
         self.epochs = stop - self.first_epoch if isinstance(stop, int) else None
         count = ends[-1]
-        if self.first_epoch == 1 and isinstance(count, cst.BinaryOperation) and text(count).endswith("+ 1"):
-            count, begins_with_it = count.left, True
-        else:
-            begins_with_it = self.first_epoch == 0
-        self.epochs_name = dotted(count) if begins_with_it and self.epochs is not None else ""
+        if self.first_epoch == 1:  # range(1, epochs + 1)
+            count = count.left if isinstance(count, cst.BinaryOperation) and text(count).endswith("+ 1") else None
+        self.epochs_name = dotted(count) if self.first_epoch in (0, 1) and self.epochs is not None else ""
         if isinstance(ends[0], cst.Name | cst.Attribute) and len(ends) > 1:
             note = (
                 f"the loop began at {text(ends[0])}. A run begins at epoch {self.first_epoch}; --resume continues it."

@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.checkpoint import manifest
 from unisono.cli.compare.layout_spec import ALONE
-from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR
+from unisono.cli.request.run_dir import CHECKPOINTS_IN_RUN_DIR, arguments_not_stored
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.request.target import recipes
 from unisono.config import ENVIRONMENT, CommandLine
@@ -25,7 +25,7 @@ from unisono.config.exchange_registry import EXCHANGES
 from unisono.errors import SettingsError
 from unisono.launcher import local_launch
 from unisono.launcher.supervisor import RunOutcome
-from unisono.security.masking import MASK, is_masked
+from unisono.security.masking import is_masked
 
 PLAIN = (
     *ALONE.sets,
@@ -176,9 +176,8 @@ def earlier(run_dir: Path, script: Path | None, line: CommandLine) -> Rerun:
         more = (*more, "parallel.model_parallel_devices=1", "parallel.devices=[]")
     own = tuple(known.get("arguments", ()))
     if is_masked(own):
-        facts = f"They contain a secret, so environment.json has {MASK} in its place."
         do = "give secrets to the script as environment variables, which this command passes on"
-        raise SettingsError(f"The arguments of the script of {run_dir} are not stored.", facts, do)
+        raise arguments_not_stored(run_dir, do)
     return replace(again, script=found, own=own, folder=folder, sets=(*PLAIN, *more))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from unisono.checkpoint import manifest
 from unisono.config import CommandLine
@@ -23,6 +23,7 @@ from unisono.errors import Problem, SettingsError
 from unisono.json_forms import is_text, parse
 from unisono.security.audit_trail import leave_reason
 from unisono.security.file_modes import CLOSED, make_closed, open_like_folder, write_text
+from unisono.security.masking import MASK
 
 RUNS = Path("runs")
 """The folder for run directories, in the working directory."""
@@ -130,22 +131,34 @@ def _run_in(path: Path) -> str:
 
 def run_in(path: Path) -> str | None:
     """Return the id of the run in a run directory; None if there is none, or its environment.json cannot be read."""
-    return _recorded(path, "run")
+    run = _recorded(path, "run")
+    return run if is_text(run) else None
 
 
 def script_in(path: Path) -> Path | None:
     """Return the absolute path of the script of a run; None if its environment.json cannot be read."""
     script = _recorded(path, "script")
-    return Path(script) if script else None
+    return Path(script) if script and is_text(script) else None
 
 
-def _recorded(path: Path, name: str) -> str | None:
-    """Return a text of environment.json; None if there is none."""
+def arguments_in(path: Path) -> tuple[str, ...]:
+    """Return the arguments of the script of a run, secrets masked; () if its environment.json cannot be read."""
+    found = _recorded(path, "arguments")
+    return tuple(found) if isinstance(found, list) and all(map(is_text, found)) else ()
+
+
+def arguments_not_stored(path: Path, do: str) -> SettingsError:
+    """Return the error for a run whose script had a secret among its arguments."""
+    facts = f"They contain a secret, so environment.json has {MASK} in its place."
+    return SettingsError(f"The arguments of the script of {path} are not stored.", facts, do)
+
+
+def _recorded(path: Path, name: str) -> Any:
+    """Return an entry of environment.json; None if there is none."""
     try:
-        found = (parse((path / "environment.json").read_bytes()) or {}).get(name)
+        return (parse((path / "environment.json").read_bytes()) or {}).get(name)
     except OSError:
         return None
-    return found if is_text(found) else None
 
 
 def _problems_of_kind(path: Path, line: CommandLine) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Resume a run: with the arguments of its script, and if a job manager has restarted it with the same command.
+"""Complete the request of a resumed run: its directory after a restart, and the arguments of its script.
 
 torchrun and Slurm count restarts, which shows that a run has been restarted. Other managers (Kubernetes, systemd, a
 shell loop) repeat the same command each time; it contains --autoresume. With --run-dir, that directory is resumed.
@@ -13,14 +13,13 @@ import shlex
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from unisono import environment
-from unisono.cli.request.run_dir import RUNS, newest_run
+from unisono.cli.request.run_dir import RUNS, arguments_in, arguments_not_stored, newest_run, script_in
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import CommandLine
 from unisono.errors import SettingsError
-from unisono.security.masking import MASK, is_masked
+from unisono.security.masking import is_masked
 
 
 def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
@@ -65,15 +64,11 @@ def with_arguments(request: RunRequest, run_dir: Path | None, stem: str, line: C
     """
     if request.own or run_dir is None:
         return request
-    about: dict[str, Any] = {}
-    with suppress(OSError, ValueError):
-        about = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
-    script = Path(about.get("script", ""))
-    own = tuple(about.get("arguments", ())) if script.stem == stem or not script.is_file() else ()
+    script, own = script_in(run_dir), arguments_in(run_dir)
+    if script is not None and script.stem != stem and script.is_file():  # another script; a renamed one is gone
+        return request
     if is_masked(own):
-        facts = f"They contain a secret, so environment.json has {MASK} in its place."
-        do = f"{line} -- {shlex.join(own)} (with the secret)"
-        raise SettingsError(f"The arguments of the script of {run_dir} are not stored.", facts, do)
+        raise arguments_not_stored(run_dir, f"{line} -- {shlex.join(own)} (with the secret)")
     return replace(request, own=own)
 
 
