@@ -98,7 +98,16 @@ def test_a_resume_keeps_the_arguments_of_the_script(runs: Path) -> None:
     assert resumed_request(RunRequest(resume=True), "train", LINE).own == ("--newest",)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"script": 3, "arguments": 4}', '{"arguments": [1]}', "\x00"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param("", id="empty"),
+        pytest.param("[]", id="a list"),
+        pytest.param('{"script": 3, "arguments": 4}', id="wrong types"),
+        pytest.param('{"arguments": [1]}', id="a number"),
+        pytest.param("\x00", id="a zero byte"),
+    ],
+)
 def test_a_damaged_record_has_no_arguments(runs: Path, content: str) -> None:
     Path("mine").mkdir()
     Path("mine", "environment.json").write_text(content)

@@ -109,4 +109,4 @@ def test_a_disk_that_fills_while_shards_are_written(folder: Path) -> None:
     assert "Cannot write shards into out.\n  No space left on device." in done.stderr
     assert "The same command writes the shards that are missing." in done.stderr
     assert done.stdout.splitlines()[-1] == "1 0", done.stdout
-    assert "were there already." in done.stdout.partition("again")[2]
+    assert "there already." in done.stdout.partition("again")[2]  # one shard at least
