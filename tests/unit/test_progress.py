@@ -92,7 +92,7 @@ def live(clock: FakeClock, stream: TextIO, total: int | None = 200) -> Progress:
     return Progress(stream, True, total, 0, memory=lambda: 412_000_000, now=clock)
 
 
-def test_plain_lines_come_every_ten_seconds_and_at_the_end(clock: FakeClock) -> None:
+def test_plain_lines_come_after_three_seconds_then_every_ten_and_at_the_end(clock: FakeClock) -> None:
     progress, stream = plain(clock, total=100)
     for step in range(1, 101):
         clock.at += 0.3
@@ -100,7 +100,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end(clock: FakeClock) -> 
     progress.close()
     progress.close()
     lines = stream.getvalue().splitlines()
-    assert [line.split()[1] for line in lines] == ["1/100", "35/100", "69/100", "100/100"]
+    assert [line.split()[1] for line in lines] == ["1/100", "12/100", "46/100", "80/100", "100/100"]
     assert "\r" not in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
 
@@ -135,13 +135,13 @@ def test_a_run_without_a_step_shows_nothing(clock: FakeClock) -> None:
 def test_the_fields_of_a_line(clock: FakeClock) -> None:
     progress, stream = plain(clock)
     progress.update(1, 3.25, 64, clock)
-    for step in range(2, 102):
+    for step in range(2, 126):
         clock.at += 0.125
         clock.seconds["data"] += 0.0125
         progress.update(step, 2.34567, 64, clock, {"lr": 3e-4, "loss": 9.0} if step == 50 else None)
     first, *_, last = stream.getvalue().splitlines()
     assert first == "step 1/200  loss 3.2500  412 MB"
-    assert last == "step 81/200  loss 2.3457  lr 0.0003  512 samples/s  data wait 10%  412 MB  0:15 left"
+    assert last == "step 105/200  loss 2.3457  lr 0.0003  512 samples/s  data wait 10%  412 MB  0:12 left"
 
 
 def test_a_logged_text_is_short_and_one_line(clock: FakeClock) -> None:

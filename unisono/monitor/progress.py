@@ -21,6 +21,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, repeat
 from typing import Any, NamedTuple, Protocol, TextIO
 
 import psutil  # type: ignore[import-untyped]
@@ -30,8 +31,10 @@ from unisono.monitor.stream_text import write_text
 
 LIVE_SECONDS = 0.5
 """Shortest time between two drawings of the live line."""
+EARLY_SECONDS = 3.0
+"""Shortest time between the first plain line and the second one, which is the first with a speed and the time left."""
 PLAIN_SECONDS = 10.0
-"""Shortest time between two plain lines."""
+"""Shortest time between two later plain lines."""
 RECENT_SECONDS = 5.0
 """Speed and data wait cover at least this time, once a run is that old."""
 LONG_WAIT = 0.2
@@ -105,7 +108,7 @@ class Progress:
         self._memory = memory or resident_bytes
         self._now = now
         self._columns = columns
-        self._pause = LIVE_SECONDS if live else PLAIN_SECONDS
+        self._pauses = repeat(LIVE_SECONDS) if live else chain((EARLY_SECONDS,), repeat(PLAIN_SECONDS))
         self._draw_at = now()
         self._last: tuple[int, float | None, Seconds, float] | None = None
         self._logged: dict[str, tuple[Any, int]] = {}  # value, and the step after which it was logged
@@ -134,7 +137,7 @@ class Progress:
         if extra:
             self._logged.update({name: (value, step) for name, value in extra.items() if name != "loss"})
         if now >= self._draw_at or step == self.total_steps:
-            self._draw_at = now + self._pause
+            self._draw_at = now + next(self._pauses)
             self._draw()
 
     def note(self, text: str) -> None:
