@@ -123,6 +123,20 @@ def test_a_rank_is_chosen(tab: Tab) -> None:
     assert "Rank 0" in tab.page.locator("#rank-detail").inner_text()
 
 
+def test_the_marks_of_events_have_a_legend(tab: Tab) -> None:
+    marks = tab.page.locator(".marks .mark")
+    assert marks.all_inner_texts() == ["checkpoint", "death", "join", "spike of the loss"]
+    assert "line" not in str(marks.nth(0).get_attribute("class")).split()
+    assert "line" in str(marks.nth(1).get_attribute("class")).split()
+
+
+def test_only_commands_of_an_advice_are_code(tab: Tab) -> None:
+    code = "[...withCode('--set threads=2; do it (if step.every(100): ...), or fewer --ranks, or wait')]"
+    found = tab.page.evaluate(f"{code}.filter((part) => part.tagName).map((part) => part.textContent)")
+    assert found == ["--set threads=2", "step.every(100)", "--ranks"]
+    assert tab.page.locator(".finding p code").count() == 0, "to look at a host is no command"
+
+
 def test_the_keyboard_moves_and_zooms(tab: Tab) -> None:
     plot = tab.page.locator(".plot").first
     plot.focus()
@@ -343,7 +357,7 @@ def test_scaling_curves_have_all_numbers_of_processes(browser: Any, tmp_path: Pa
     assert tab.page.inner_text("h1") == "Scaling of <train>"
     rows = [row.inner_text().split("\t")[:5] for row in tab.page.query_selector_all("tbody tr")]
     assert [row[0] for row in rows] == ["1", "2", "4", "1", "4"]
-    assert [row[4] for row in rows] == ["100 %", "80 %", "50 %", "100 %", "80 %"]
+    assert [row[4] for row in rows] == ["100%", "80%", "50%", "100%", "80%"]
     assert tab.errors == []
     assert tab.requests == [(tmp_path / "page.html").as_uri()]
     context.close()

@@ -65,12 +65,12 @@ def by_name(run: Run[Any]) -> Any:
 def test_stages_are_balanced_by_time(tmp_path: Path) -> None:
     (first, said), (second, _) = run_ranks(attempt, 2, tmp_path / "a", by_parameters, PIPELINE)
     assert (len(first), len(second)) == (4, 4)
-    assert said == ["pipeline: 2 stages, early.0 to early.3 (50 %), late.0 to late.3 (50 %), by parameters"]
+    assert said == ["pipeline: 2 stages, early.0 to early.3 (50%), late.0 to late.3 (50%), by parameters"]
     for number, loop in enumerate((by_time, by_name)):
         (first, (said,)), (second, _) = run_ranks(attempt, 2, tmp_path / str(number), loop, PIPELINE)
         assert 1 <= len(first) < 4
         assert sorted(first + second) == [f"{row}.{i}" for row in ("early", "late") for i in range(4)]
-        assert re.fullmatch(r"pipeline: 2 stages, early.0 to early.\d \(\d+ %\), early.\d to late.3 .*, by time", said)
+        assert re.fullmatch(r"pipeline: 2 stages, early.0 to early.\d \(\d+%\), early.\d to late.3 .*, by time", said)
     named = replace(PIPELINE, parallel=ParallelSettings(pipeline=2, split_points=["late.2"]))
     (first, (said,)), _ = run_ranks(attempt, 2, tmp_path / "named", by_time, named)
     assert len(first) == 6

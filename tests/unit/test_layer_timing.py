@@ -121,9 +121,7 @@ def test_a_layer_that_is_called_twice_costs_twice() -> None:
 
 def test_the_partition_is_described_in_a_line() -> None:
     partition = FxPartition(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False)))
-    assert (
-        describe_stages(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33 %), 2 (67 %), by parameters"
-    )
+    assert describe_stages(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (33%), 2 (67%), by parameters"
     partition.set_times([2e-3, 1e-3, 1e-3])
-    assert describe_stages(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75 %), 2 (25 %), by time"
-    assert describe_stages(partition, [0, 2], named=True).endswith("2 (25 %), as named (shares by time)")
+    assert describe_stages(partition, [0, 2], named=False) == "pipeline: 2 stages, 0 to 1 (75%), 2 (25%), by time"
+    assert describe_stages(partition, [0, 2], named=True).endswith("2 (25%), as named (shares by time)")

@@ -78,8 +78,8 @@ def test_the_report_names_the_largest_loss() -> None:
     report = CurveReport("mine", [strong()], 1, 1, ["A note."], CommandLine(("unisono", "run", "mine.py")))
     text = "\n".join(report.lines())
     assert "Strong scaling: the same batch (8 samples a step)" in text
-    assert "        2        6000       1.333      1.33        67 %  " in text
-    assert "compute 8 %" in text
+    assert "        2        6000       1.333      1.33         67%  " in text
+    assert "compute 8%" in text
     assert "Strong: 2 processes lose most to " in text
     assert "2 processes of 1 thread share 1 core" in text
     assert text.endswith("A note.")

@@ -59,7 +59,7 @@ class CurveReport:
             part = curve.main_loss(last)
             if len(curve.points) < 2 or part is None:
                 continue
-            kind, share = curve.kind.capitalize(), f"{100 * curve.lost(last)[part]:.0f} %"
+            kind, share = curve.kind.capitalize(), f"{100 * curve.lost(last)[part]:.0f}%"
             text = f"{kind}: {last.processes} processes lose most to {PARTS[part]}, {share} of their time."
             yield f"{text} {REMEDIES[part]}".rstrip()
         largest = max(point.processes for curve in self.curves for point in curve.points)
@@ -79,10 +79,10 @@ def _table(curve: ScalingCurve) -> Iterator[str]:
     yield f"{TITLES[curve.kind]} ({batch} a step{'' if curve.kind == 'strong' else f' of {first}'})"
     yield f"{'processes':>9}  {'ms a step':>10}  {'samples/s':>10}  {'speed-up':>8}  {'efficiency':>10}  lost to"
     for point in curve.points:
-        shares = [f"{name} {100 * share:.0f} %" for name, share in curve.lost(point).items() if share >= SHOWN]
+        shares = [f"{name} {100 * share:.0f}%" for name, share in curve.lost(point).items() if share >= SHOWN]
         yield (
             f"{point.processes:>9}  {1000 * point.seconds:>10.4g}  {point.rate:>10.4g}  {curve.speed_up(point):>8.2f}  "
-            f"{100 * curve.efficiency(point):>8.0f} %  {', '.join(shares)}"
+            f"{100 * curve.efficiency(point):>9.0f}%  {', '.join(shares)}"
         ).rstrip()
 
 

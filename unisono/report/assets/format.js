@@ -17,7 +17,7 @@ const format = {
   share(v) {
     if (v == null) return UNKNOWN;
     const percent = 100 * v;
-    return `${percent !== 0 && Math.abs(percent) < 9.95 ? Number(percent.toPrecision(2)) : Math.round(percent)} %`;
+    return `${percent !== 0 && Math.abs(percent) < 9.95 ? Number(percent.toPrecision(2)) : Math.round(percent)}%`;
   },
   seconds(v) {
     if (v == null) return UNKNOWN;

@@ -11,6 +11,14 @@ function growing(times) {
   return times.map((t) => (latest = Math.max(t ?? 0, latest)));
 }
 
+/* Whether some of a curve's band is wide enough to be seen. */
+function hasBand({ low, high }) {
+  if (!low) return false;
+  const known = low.map((_, i) => i).filter((i) => low[i] != null && high[i] != null);
+  const whole = Math.max(...known.map((i) => high[i])) - Math.min(...known.map((i) => low[i]));
+  return known.some((i) => high[i] - low[i] > 0.03 * whole);
+}
+
 /* The median of the values that are known. */
 function middle(values) {
   const known = values.filter((v) => v != null).sort((a, b) => a - b);
@@ -22,6 +30,7 @@ class RunPage {
     this.head = new Place("header", { class: "head" });
     this.findings = new Place("div", { class: "findings" });
     this.events = new Place();
+    this.marks = new Place();
     this.spent = new Place();
     this.assignments = new Place();
     this.settings = new Place();
@@ -78,12 +87,12 @@ class RunPage {
     const facts = [
       ["steps", run.total && run.total !== done ? `${format.count(done)} of ${format.count(run.total)}` : format.count(done)],
       ["loss", format.number(result.loss ?? run.values?.loss?.last.findLast((v) => v != null))],
-      [result.resumed_at ? `duration since step ${format.count(result.resumed_at)}` : "duration", format.duration(seconds)],
+      [result.resumed_at ? `since step ${format.count(result.resumed_at)}` : "duration", format.duration(seconds)],
       ["samples/s", rate == null ? UNKNOWN : format.rate(rate)],
       ["ranks", result.ranks ? `${result.ranks}${result.virtual_ranks ? ` (${result.virtual_ranks} virtual)` : ""}` : format.count(run.table?.length)],
       run.rate?.utilization && ["FLOPs used", format.share(middle(run.rate.utilization)), `of ${format.rate(run.flops.peak)} FLOP/s, the product of two matrices (${run.flops.dtype}) on ${run.flops.peak_of}`],
       result.energy?.joules != null && ["energy", format.joules(result.energy.joules)],
-      ["promise", result.promise, result.reason],
+      ["promise", result.promise],
       ["survival", result.survival],
       result.deaths?.length > 0 && ["deaths", String(result.deaths.length)],
     ].filter((fact) => fact && fact[1] != null);
@@ -92,6 +101,7 @@ class RunPage {
       el("p", { class: "command" }, el("code", {}, environment.command || run.path), environment.started && el("span", { class: "soft" }, ` ${environment.started.replace(/ ?\+0000$/, " UTC")}`)),
       run.total > 0 && done < run.total && run.state === "running" && el("progress", { max: run.total, value: done, "aria-label": `${done} of ${run.total} steps` }),
       el("dl", { class: "facts" }, facts.map(([name, value, title]) => el("div", {}, el("dt", {}, name), el("dd", { title }, value)))),
+      result.promise && result.reason && el("p", { class: "fingerprint" }, el("span", { class: "soft" }, `${result.promise}: `), result.reason),
       result.weights_sha256 && el("p", { class: "fingerprint" }, el("span", { class: "soft" }, "fingerprint "), el("code", {}, result.weights_sha256)),
     ];
   }
@@ -101,7 +111,7 @@ class RunPage {
     const values = Object.entries(run.values).map(([name, curve], i) => Chart.of({
       ...base, id: `value-${i}-${name}`, title: valueName(name), unit: "number", log: true,
       curves: [{ name: valueName(name), color: CURVES[i % CURVES.length], values: curve.last, low: curve.low, high: curve.high }],
-      note: curve.low ? "The band reaches from the least to the greatest value." : "",
+      note: hasBand(curve) ? "The band shows the lowest and the highest value between two points." : "",
     }));
     const phases = PHASES.filter((phase) => run.phases[phase]);
     const time = [
@@ -133,8 +143,8 @@ class RunPage {
       this.map.show(run.map, run.steps, this.ranks.rank),
     ];
     return [
-      this.section("Learning", this.grid("values", values)),
-      this.section("Time", this.spent.show([run.table, run.result.phases], () => this.spentPart(run)), this.grid("time", time, "two")),
+      this.section("Learning", this.marks.show([...new Set(run.events.filter((event) => event.step <= run.steps.at(-1)).map((event) => event.kind))], markLegend), this.grid("values", values)),
+      this.section("Time", this.spent.show([run.table, run.result.phases, run.findings?.length], () => this.spentPart(run)), this.grid("time", time, "two")),
       this.section(several ? "Ranks" : "Rank", several && this.grid("ranks", ranks, "two"), this.ranks.show(run.table),
         run.assignments.length > 0 && several && this.assignments.show([run.assignments, run.steps.at(-1)], () => assignmentFigure(run.assignments, run.steps.at(-1)))),
       ...this.machines(run),
@@ -146,7 +156,8 @@ class RunPage {
     for (const row of run.table) for (const [phase, s] of Object.entries(row.seconds)) all[phase] = (all[phase] || 0) + s;
     const isWhole = sum(Object.values(seconds)) > 0;
     return [phaseSummary(isWhole ? seconds : all, isWhole ? 0 : sum(run.table.map((row) => row.steps))),
-      el("p", { class: "note" }, isWhole ? "All time of the loop of the main process, with what followed its last step." : "Mean of all ranks.")];
+      el("p", { class: "note" }, isWhole ? "All time of the loop of the main process, with its first steps and what followed the last one." : "Mean of all ranks.",
+        run.findings?.length > 0 && " Findings leave out the first steps, and are of the median or of the fastest rank.")];
   }
 
   machines(run) {

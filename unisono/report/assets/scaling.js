@@ -1,7 +1,7 @@
 "use strict";
 
 /* The page of scaling curves: speed-up and efficiency by the number of processes, and the parts that cost efficiency. */
-const SHARE = (part) => `${Math.round(100 * part) || 0} %`; // no "-0 %"
+const SHARE = (part) => `${Math.round(100 * part) || 0}%`; // no "-0%"
 
 class ScalingPage extends RunPage {
   show({ name, curves, parts, findings, line }) {

@@ -19,7 +19,7 @@ function stackedBar(parts, total = sum(Object.values(parts))) {
 /* The phases of a step as a bar with a legend of seconds and shares. */
 function phaseSummary(parts, steps) {
   const total = sum(Object.values(parts));
-  const known = PHASES.filter((phase) => parts[phase] > 0).sort((a, b) => parts[b] - parts[a]);
+  const known = PHASES.filter((phase) => parts[phase] > 0); // in the order of the bar
   return el("div", { class: "phases" }, stackedBar(parts),
     el("ul", {}, known.map((phase) => el("li", {}, el("i", { style: { background: `var(${phaseColor(phase)})` } }),
       el("span", {}, phase), el("b", {}, format.share(parts[phase] / total)),
@@ -221,10 +221,18 @@ function eventText(event) {
   return name + ranks;
 }
 
+const eventColor = (kind) => `var(--event-${kind in EVENT_NAMES ? kind : "other"})`;
+
+/* The legend of the marks that events have in the charts; nothing without an event. */
+function markLegend(kinds) {
+  return kinds.length > 0 && el("div", { class: "legend marks" }, el("span", { class: "soft" }, "Marks:"), kinds.map((kind) => el("span",
+    { class: `chip mark${COMMON.has(kind) ? "" : " line"}`, style: { "--color": eventColor(kind) } }, el("i"), EVENT_NAMES[kind] || kind)));
+}
+
 function eventTable(events, began) {
   return table(["step", "time", "event"], events.map((event) => el("tr", {}, el("th", { scope: "row" }, format.count(event.step)),
     el("td", {}, event.t && began ? format.duration(event.t - began) : UNKNOWN),
-    el("td", { class: "text" }, el("i", { class: "swatch", style: { background: `var(--event-${event.kind in EVENT_NAMES ? event.kind : "other"})` } }), eventText(event)))));
+    el("td", { class: "text" }, el("i", { class: "swatch", style: { background: eventColor(event.kind) } }), eventText(event)))));
 }
 
 function pairs(entries) {
@@ -250,11 +258,18 @@ function logPart(logs) {
   return Object.entries(logs).map(([name, lines]) => details(`log ${name}`, `${name}${lines.length ? "" : " (empty)"}`, el("pre", { class: "scroll", tabindex: "0" }, lines.join("\n"))));
 }
 
+/* Return advice with options of the command, settings and calls in the font of code. */
+function withCode(advice) {
+  return advice.split(CODE).map((part, i) => (i % 2 ? el("code", {}, part) : part));
+}
+
+const CODE = /(--set [\w.]+(?:=[^\s,;)]+)?|--[a-z][\w-]*(?: \d+)?|\.?[a-z_]+(?:\.[a-z_]+)*\([^)]*\)|\w+\.\w+=\w+)/;
+
 function findingCards(findings) {
   return findings.map((finding) => el("article", { class: `finding ${finding.gain == null || finding.gain >= 0.3 ? "high" : finding.gain >= 0.15 ? "medium" : "low"}` },
     el("h3", {}, finding.fact),
     finding.evidence.length > 0 && el("ul", {}, finding.evidence.map((each) => el("li", {}, each))),
-    el("p", {}, el("span", { class: "next" }, "Next"), " ", el("code", {}, finding.advice)),
+    el("p", {}, el("span", { class: "next" }, "Next"), " ", withCode(finding.advice)),
     finding.gain != null && el("p", { class: "gain" }, `saves about ${format.share(finding.gain)} of the time`),
     finding.changes_result && el("p", { class: "soft" }, "It changes the result.")));
 }

@@ -81,7 +81,7 @@ def _not_callable(name: str, error: Exception) -> Problem:
 def describe_stages(cut: Partition, begins: Sequence[int], *, named: bool) -> str:
     """Return a line with the layers and the share of each stage.
 
-    For example `pipeline: 2 stages, tokens to blocks.1 (48 %), blocks.2 to head (52 %), by parameters`.
+    For example `pipeline: 2 stages, tokens to blocks.1 (48%), blocks.2 to head (52%), by parameters`.
 
     Args:
         cut: the partition.
@@ -92,7 +92,7 @@ def describe_stages(cut: Partition, begins: Sequence[int], *, named: bool) -> st
     ends = [*begins[1:], len(cut.links)]
     for first, end, share in zip(begins, ends, cut.cost_shares(begins), strict=True):
         names = dict.fromkeys((cut.links[first].name, cut.links[end - 1].name))
-        stages.append(f"{' to '.join(names)} ({share:.0%})".replace("%", " %"))
+        stages.append(f"{' to '.join(names)} ({share:.0%})")
     by = "time" if cut.timed else "parameters"
     how = f"as named (shares by {by})" if named else f"by {by}"
     return f"pipeline: {len(begins)} stages, {', '.join(stages)}, {how}"
