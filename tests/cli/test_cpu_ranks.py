@@ -239,4 +239,4 @@ def test_equal_models_on_both_device_types_are_accepted(command: Command, device
 def test_doctor_proposes_a_command_for_this_host(command: Command, device_type: str) -> None:
     ended = command.run("doctor")
     assert f"{device_type}:0" in ended.out
-    assert ended.out.splitlines()[-1] == "Ready. Next: unisono run text --ranks 2 --cpu-ranks 1"
+    assert ended.out.splitlines()[-2] == "Ready. Next: unisono run text --ranks 2 --cpu-ranks 1"

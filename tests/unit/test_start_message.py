@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.cli.start.start_message import about_small_shares
+from unisono.cli.start.start_message import about_cores, about_small_shares
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,16 @@ def test_a_small_share_per_virtual_rank_is_reported_with_the_setting(
     line = about_small_shares(batch, virtual_ranks, processes)
     assert line.endswith(ending)
     assert bool(line) is bool(ending)
+
+
+@pytest.mark.parametrize(
+    ("processes", "threads", "cores", "line"),
+    [
+        (2, 1, 2, ""),
+        (1, 2, 2, ""),
+        (4, 1, 2, "4 processes with 1 thread each on 2 cores of this host: more threads than cores add no speed"),
+        (1, 2, 1, "1 process with 2 threads each on 1 core of this host: more threads than cores add no speed"),
+    ],
+)
+def test_more_threads_than_cores_are_reported(processes: int, threads: int, cores: int, line: str) -> None:
+    assert about_cores(processes, threads, cores) == line

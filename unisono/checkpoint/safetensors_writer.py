@@ -12,7 +12,6 @@ read with the library, which validates every header.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from unisono.checkpoint.contents import DTYPES
+from unisono.machine.host_load import usable_cores
 from unisono.tensors.spec import as_bytes
 
 NAMES = {getattr(torch, name): kind for name, (kind, _) in DTYPES.items() if kind}
@@ -94,7 +94,7 @@ class StagingBuffer:
         torch's threads is a setting that affects bits."""
         rows = [(self._views[name].reshape(-1), tensor.reshape(-1)) for name, tensor in tensors.items()]
         pieces = [pair for row in rows for pair in zip(row[0].split(PIECE), row[1].split(PIECE), strict=True)]
-        threads = min(THREADS, len(os.sched_getaffinity(0)))
+        threads = min(THREADS, len(usable_cores()))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(lambda first: _copy(pieces[first::threads]), range(threads)):
                 pass

@@ -19,6 +19,11 @@ THERMAL = "sys/class/thermal"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+def usable_cores() -> set[int]:
+    """Return the numbers of the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 class Processors:
     """The processors of a host.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 from unisono.machine.control_group import ControlGroup
 from unisono.machine.counter_rates import CounterRates
 from unisono.machine.energy_counters import EnergyMeter
-from unisono.machine.host_load import Memory, Pressure, Processors
+from unisono.machine.host_load import Memory, Pressure, Processors, usable_cores
 from unisono.machine.host_traffic import Disks, Networks
 from unisono.machine.kernel_files import KernelFiles
 from unisono.machine.nvml_devices import Devices
@@ -88,7 +87,7 @@ class Sampler:
 
     def __init__(self, run: SampledRun, note: Callable[[str], None]) -> None:
         files = KernelFiles(run.root)
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        usable = usable_cores()
         self.run, self._note = run, note
         self._files, self._rates, self._file = files, CounterRates(), SampleFile(run.samples)
         group, processes = ControlGroup(files), RunProcesses(files, run.processes)

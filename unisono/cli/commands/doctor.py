@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json as json_
-import os
 import platform
 import shutil
 import subprocess
@@ -32,6 +31,7 @@ from unisono.environment import World, host_of, join_port, terminal_columns, var
 from unisono.environment.routes import outer_interfaces, route_to
 from unisono.errors import SettingsError, WorldError
 from unisono.launcher import local_launch
+from unisono.machine.host_load import usable_cores
 
 NEEDED = ("torch", "numpy", "cyclopts", "rich", "psutil", "cloudpickle", "safetensors", "fsspec", "braceexpand")
 """The dependencies of pyproject.toml."""
@@ -131,7 +131,8 @@ def doctor(
     else:
         devices = [f for f in findings if f.what == "device" and ":" in f.facts.partition(" ")[0]]
         more = " --cpu-ranks 1" if len(devices) == 1 else ""  # the second process has none
-        print(f"{len(broken)} broken." if broken else f"Ready. Next: unisono run text --ranks 2{more}")
+        ready = f"Ready. Next: unisono run text --ranks 2{more}\nWith a training script: unisono convert train.py"
+        print(f"{len(broken)} broken." if broken else ready)
     return 1 if broken else 0
 
 
@@ -188,7 +189,7 @@ def examine_for_job() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(usable_cores())
     memory = psutil.virtual_memory()
     true = f"{platform.system()} {platform.release()}, {_processor()}, {cores} available cores, "
     true += f"{size(memory.total)} memory ({size(memory.available)} free)"

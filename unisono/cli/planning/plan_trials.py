@@ -41,6 +41,7 @@ from unisono.costs.time_model import rounds_of_busiest
 from unisono.errors import SettingsError
 from unisono.launcher.supervisor import RunOutcome
 from unisono.machine.control_group import memory_of_host
+from unisono.machine.host_load import usable_cores
 from unisono.machine.kernel_files import KernelFiles
 
 RECOMPUTE = "parallel.activation_checkpoint"
@@ -117,7 +118,7 @@ class PlanTrials(TrialRunner):
         recomputed = RECOMPUTED if again is not None and most > 1 else ()
         wanted = [*placements(most, recompute=False, offload=self.offloads), *recomputed, *map(Placement, more)]
         limits = {n: self._limit(n) for n in counts_up_to(most)}
-        trials = PlacementTrials(plain, again, _cores())
+        trials = PlacementTrials(plain, again, len(usable_cores()))
         self._measure(trials, wanted)
         listed = list(placements(most, shards=self._shards, recompute=again is not None, offload=self.offloads))
         self._measure_again(trials, listed, limits)
@@ -271,7 +272,7 @@ class PlanTrials(TrialRunner):
     # -- limits
 
     def _most(self, plain: RecordedCosts) -> int:
-        return self.ranks if self.ranks is not None else max(1, min(_cores(), len(plain.micro_batches)))
+        return self.ranks if self.ranks is not None else max(1, min(len(usable_cores()), len(plain.micro_batches)))
 
     def _limit(self, count: int) -> int:
         """Return the bytes that one of `count` processes may use."""
@@ -320,10 +321,6 @@ def _need(parts: Mapping[str, Any]) -> int:
     state = parts["state"]
     kept = sum(state[name] for name in ("parameters", "buffers", "optimizer", "gradients"))
     return int(PROCESS + kept + parts["first"])
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
@@ -85,8 +84,9 @@ def _counts(text: str) -> list[int]:
     """Return the numbers of processes in ascending order; [] if they are no numbers."""
     if not text:
         from unisono.costs.placements import counts_up_to  # here, because it loads numpy
+        from unisono.machine.host_load import usable_cores
 
-        return counts_up_to(max(len(os.sched_getaffinity(0)), 2))
+        return counts_up_to(max(len(usable_cores()), 2))
     try:
         return sorted({int(word) for word in text.split(",")})
     except ValueError:

@@ -9,7 +9,6 @@ The smallest number of processes is the same trial in both, and runs once.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from unisono.cli.scaling_curve.curve_report import CurveReport, write_scaling_pa
 from unisono.cli.speedup.speed_trials import QUIET, UNCHECKED
 from unisono.config import CommandLine, plural
 from unisono.errors import SettingsError
+from unisono.machine.host_load import usable_cores
 
 Record = dict[str, Any]
 
@@ -122,7 +122,7 @@ class ScaleTrials(TrialRunner):
         report = CurveReport(
             name=self.script.stem,
             curves=curves,
-            cores=len(os.sched_getaffinity(0)) if on_cpu else 0,
+            cores=len(usable_cores()) if on_cpu else 0,
             threads=self._runs[first][0][0]["threads"],
             notes=self.notes,
             line=self.run_line.in_processes(quickest) if quickest > 1 else self.run_line,

@@ -11,6 +11,7 @@ from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
 from unisono.config.wording import wrapped
 from unisono.distributed.rendezvous.interfaces import describe_network
+from unisono.machine.host_load import usable_cores
 from unisono.monitor import console
 from unisono.security.masking import mask_words
 from unisono.train.recovery.survival import about_shards, may_survive
@@ -49,6 +50,8 @@ def print_start(
     more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     say(f"unisono {__version__}: {processes}, {threads}{more}")
+    if set(kinds) == {"cpu"} and (crowding := about_cores(context.world.local_size, s.threads, len(usable_cores()))):
+        say(crowding)
     if network := describe_network(context.world):
         say(network)
     if s.secure.transport == "tls" and context.group.size > 1:
@@ -69,6 +72,14 @@ def print_start(
     )
     if resumed is not None and request.own:
         console.print_line(f"arguments of the script: {shlex.join(mask_words(request.own))}")
+
+
+def about_cores(processes: int, threads: int, cores: int) -> str:
+    """Return a note if the processes of a host have more threads than cores; "" if they do not."""
+    if processes * threads <= cores:
+        return ""
+    shared = f"{plural(processes, 'process', 'processes')} with {plural(threads, 'thread')} each"
+    return f"{shared} on {plural(cores, 'core')} of this host: more threads than cores add no speed"
 
 
 SMALL_SHARE = 2

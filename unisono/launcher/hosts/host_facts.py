@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import socket
@@ -19,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 
 import unisono
 from unisono.environment import variables
+from unisono.machine.host_load import usable_cores
 
 
 def facts_of(script: str, run_dir: str, mark: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def facts_of(script: str, run_dir: str, mark: str) -> dict[str, Any]:
         "sees_run_dir": Path(run_dir, mark).exists(),
         "free_bytes": _free_bytes(Path(run_dir)),
         "free_elsewhere": {folder: _free_bytes(Path(folder)) for folder in (tempfile.gettempdir(), "/dev/shm")},
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(usable_cores()),
         "memory": psutil.virtual_memory().available,
         "interfaces": interfaces(),
         "time": time.time(),
