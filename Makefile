@@ -63,10 +63,10 @@ run: setup  ## train the text recipe on two processes (RANKS=2)
 	$(BIN)/unisono run text --ranks $(RANKS)
 
 test: $(if $(TORCH),setup,lint types docs)  ## lint, types, the site, and the quick tests; TORCH=2.11.0: tests alone
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not ci" --durations 40 --durations-min 4
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow and not ci" --durations 40 --durations-min 4
 
 ci: setup  ## the tests that CI runs after make test, of about ten seconds or more each
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "ci and not slow" --durations 20 --durations-min 10
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "ci and not slow" --durations 20 --durations-min 10
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -81,7 +81,7 @@ docs: setup  ## build the site of docs/ into build/site; a broken link is an err
 	$(BIN)/zensical build --clean --strict
 
 slow: setup  ## the slow tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --durations 20
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m slow --durations 20
 
 bench: setup $(PEERS)/.ready  ## measure, beside the peers too: writes benchmarks/RESULTS.md (about an hour)
 	for bench in door overhead exchange shards buddy memory; do echo "== $$bench"; $(BIN)/python -m benchmarks.$$bench; done

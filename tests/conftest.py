@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from multiprocessing.forkserver import ensure_running
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,6 +29,14 @@ os.environ["XDG_CACHE_HOME"] = _cache  # before the fork server starts, whose ch
 for _number in (signal.SIGINT, signal.SIGHUP):  # ignored in the background of a shell, and so by what tests start
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests that share a fixture on one worker (--dist loadscope)."""
+    from tests.worker_groups import ModulesTogether
+
+    return ModulesTogether(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

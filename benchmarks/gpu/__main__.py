@@ -116,7 +116,7 @@ def tests(workers: int, *, dry: bool) -> tuple[str, bool]:
     report = ROOT / "build" / "gpu-tests.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    parallel = ("-n", str(workers), "--dist", "worksteal") if workers > 1 else ()
+    parallel = ("-n", str(workers), "--dist", "loadscope") if workers > 1 else ()
     output, ok = run(TESTS, *parallel, f"--junitxml={report}", dry=dry)
     if not report.exists():
         return f"```\n{output}\n```", False
