@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
@@ -20,8 +21,25 @@ class ModulesTogether(LoadScopeScheduling):
         path = nodeid.partition("::")[0]
         return path if has_module_fixture(Path(self.config.rootpath, path)) else nodeid
 
+    def remove_node(self, node: Any) -> str | None:
+        """Remove a worker that has ended, and return the test that it ran.
+
+        A test that has crashed a worker is not repeated. The scheduler of pytest-xdist sends it to the next one.
+        """
+        work = self.assigned_work.pop(node)
+        crashed = next((test for tests in work.values() for test, done in tests.items() if not done), None)
+        for scope, tests in work.items():
+            left = {test: done or test == crashed for test, done in tests.items()}
+            if not all(left.values()):
+                self.workqueue[scope] = left
+        if crashed is not None:
+            for other in self.assigned_work:
+                self._reschedule(other)
+        return crashed
+
 
 @cache
 def has_module_fixture(path: Path) -> bool:
-    """Return whether a test module defines a fixture that all its tests share."""
-    return 'scope="module"' in path.read_text(encoding="utf-8")
+    """Return whether the tests of a module share a fixture, of the module or of the conftest.py of its folder."""
+    files = [path, path.with_name("conftest.py")]
+    return any('scope="module"' in file.read_text(encoding="utf-8") for file in files if file.is_file())

@@ -27,13 +27,11 @@ import torch
 from unisono.checkpoint import manifest
 from unisono.checkpoint.load import localize, open_checkpoint
 from unisono.cli.request.launcher_flags import without_local_rank
-from unisono.cli.request.run_dir import (
-    write,
-)
+from unisono.cli.request.run_dir import ARGUMENTS, write
 from unisono.cli.request.run_options import RunRequest
 from unisono.cli.start.autoresume import resumed_request
 from unisono.cli.start.closing_report import leave_report
-from unisono.cli.start.start_message import print_start
+from unisono.cli.start.start_message import ProcessPlace, print_start
 from unisono.cli.start.start_request import StartRequest, accepted_changes
 from unisono.config import (
     ENVIRONMENT,
@@ -45,7 +43,6 @@ from unisono.config.conflicts import problems_on_mixed_devices, problems_on_shar
 from unisono.config.mesh_shape import fill, layout, wanted
 from unisono.data.rng import seed_everything
 from unisono.distributed.existing_group import take_over
-from unisono.distributed.init import device_kind
 from unisono.distributed.init import join_process_group as join
 from unisono.distributed.process_group import ProcessGroup
 from unisono.environment import World, in_a_kernel, remember_secrets, wants_color
@@ -63,6 +60,7 @@ from unisono.report.findings.find_all import find_all
 from unisono.report.result_file import read_result
 from unisono.report.run_files import RunFiles
 from unisono.security.file_modes import make_closed
+from unisono.security.masking import mask_words
 from unisono.train import lifecycle
 from unisono.train.context import Inspection, RunContext, build_context
 from unisono.train.diagnostics.out_of_memory import explain_out_of_memory
@@ -145,7 +143,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
     request = RunRequest.parse(without_local_rank(sys.argv[1:], world), cls, script.name)
     line = StartRequest(script, request, world).line()
     with chdir(world.folder):  # the script may have changed it
-        request = resumed_request(request, script.stem, line, restarts=world.restarts)
+        request = resumed_request(request, script, line, restarts=world.restarts)
         start = StartRequest(script, request, world)
         loaded = start.settings(cls, train)
     torch.set_num_threads(loaded.settings.threads)
@@ -170,13 +168,13 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
             problems = problems_on_shared_devices(flatten(loaded.settings), start.line())
         if problems:
             raise SettingsError.of(problems)
-        kinds = group.all_gather_object(device_kind(group.device))
+        places = ProcessPlace.of_all(group, world.host)
         if group.mixed:  # the main process may change
             facts["device"] = " and ".join(sorted(set(group.all_gather_object(facts["device"]))))
         axes = fill(wanted(settings.parallel), group.size)
         assert axes is not None, "checked with the settings"
         identity = {**result_settings(loaded.settings), **{name: facts[name] for name in ENVIRONMENT}}
-        identity["layout"] = layout(settings.parallel, axes)
+        identity |= {"layout": layout(settings.parallel, axes), ARGUMENTS: mask_words(request.own)}
         _start_output(group.rank if world.number is None else world.number, world, run_dir)
         if not world.joins:  # a replacement finds all of this
             where = _on_main(group, lambda: start.save_in(loaded.settings.checkpoint.dir, run_dir, kept))
@@ -205,7 +203,7 @@ def _main(train: Callable[[Run[S]], None], cls: type[S], world: World, predict: 
         )
         context.on_lead = partial(start.lead, run_dir, kept, patience=LOCK_SECONDS)
         run: Run[S] = Run(context, loop)
-        print_start(context, request, resumed, kinds, fewer=loaded.sources["virtual_ranks"] == "default")
+        print_start(context, request, resumed, places, fewer=loaded.sources["virtual_ranks"] == "default")
         with _signals(context), _own_arguments(request), _inject(request.faults, context):
             _train(train, run, start)
 

@@ -30,7 +30,7 @@ def write_run(folder: Path, request: RunRequest) -> None:
 
 def second_start(request: RunRequest) -> RunRequest:
     """Return the request of the second start, from a manager that counts restarts."""
-    return resumed_request(request, "train", LINE, restarts=1)
+    return resumed_request(request, Path("train.py"), LINE, restarts=1)
 
 
 LINE = CommandLine(("python", "train.py"))
@@ -42,20 +42,20 @@ def test_a_restart_resumes_its_run_directory(runs: Path) -> None:
     Path("mine").mkdir()
     assert second_start(request) == RunRequest(run_dir=Path("mine"), resume=True)
     assert (
-        resumed_request(request, "train", LINE) == request
+        resumed_request(request, Path("train.py"), LINE) == request
     )  # the first start does not resume: the request is refused as without autoresume
 
 
 def test_autoresume_works_under_any_manager(runs: Path) -> None:
     request = RunRequest(run_dir=Path("mine"), autoresume=True)
-    assert resumed_request(request, "train", LINE) == RunRequest(run_dir=Path("mine"))
+    assert resumed_request(request, Path("train.py"), LINE) == RunRequest(run_dir=Path("mine"))
     changed = replace(request, accept_change=("lr",))  # the first start ignores it: there is no earlier run
-    assert resumed_request(changed, "train", LINE) == RunRequest(run_dir=Path("mine"))
+    assert resumed_request(changed, Path("train.py"), LINE) == RunRequest(run_dir=Path("mine"))
     Path("mine").mkdir()
-    assert resumed_request(changed, "train", LINE).accept_change == ("lr",)
-    assert resumed_request(request, "train", LINE) == RunRequest(run_dir=Path("mine"), resume=True)
+    assert resumed_request(changed, Path("train.py"), LINE).accept_change == ("lr",)
+    assert resumed_request(request, Path("train.py"), LINE) == RunRequest(run_dir=Path("mine"), resume=True)
     with pytest.raises(SettingsError, match="would not find it") as caught:
-        resumed_request(RunRequest(autoresume=True), "train", LINE)
+        resumed_request(RunRequest(autoresume=True), Path("train.py"), LINE)
     assert caught.value.problems[0].remedy == "python train.py --run-dir runs/train"
 
 
@@ -87,15 +87,32 @@ def test_a_resume_keeps_the_arguments_of_the_script(runs: Path) -> None:
     script.touch()
     write_start(Path("mine"), script, "--epochs", "100")
     request = RunRequest(run_dir=Path("mine"), resume=True)
-    assert resumed_request(request, "train", LINE).own == ("--epochs", "100")
-    assert resumed_request(replace(request, own=("--lr=1",)), "train", LINE).own == ("--lr=1",)
+    assert resumed_request(request, Path("train.py"), LINE).own == ("--epochs", "100")
+    assert resumed_request(replace(request, own=("--lr=1",)), Path("train.py"), LINE).own == ("--lr=1",)
     assert second_start(RunRequest(run_dir=Path("mine"))).own == ("--epochs", "100")
-    assert resumed_request(replace(request, resume=False), "train", LINE).own == ()
-    assert resumed_request(request, "other", LINE).own == ()  # another script, which takes other arguments
+    assert resumed_request(replace(request, resume=False), Path("train.py"), LINE).own == ()
+    assert resumed_request(request, Path("other.py"), LINE).own == ()  # another script, which takes other arguments
     script.rename(other)
-    assert resumed_request(request, "other", LINE).own == ("--epochs", "100")
+    assert resumed_request(request, Path("other.py"), LINE).own == ("--epochs", "100")
+    other.unlink()
+    other.symlink_to("train.py")
+    script.touch()
+    assert resumed_request(request, Path("other.py"), LINE).own == ("--epochs", "100")  # the same script, by a link
+    assert resumed_request(replace(request, no_arguments=True), Path("train.py"), LINE).own == ()
     write_start(runs / "train-20261129-120000", script, "--newest")
-    assert resumed_request(RunRequest(resume=True), "train", LINE).own == ("--newest",)
+    assert resumed_request(RunRequest(resume=True), Path("train.py"), LINE).own == ("--newest",)
+
+
+def test_arguments_of_a_start_without_a_step_are_not_kept(runs: Path) -> None:
+    """A script that refuses its arguments, or prints its help, leaves those of the newest checkpoint."""
+    checkpoint = Path("mine", "checkpoints", "step-00000004")
+    checkpoint.mkdir(parents=True)
+    write_start(Path("mine"), Path("train.py"), "--help")
+    request = RunRequest(run_dir=Path("mine"), resume=True)
+    (checkpoint / "state.json").write_text(json.dumps({"identity": {"script arguments": ["--epochs", "100"]}}))
+    assert resumed_request(request, Path("train.py"), LINE).own == ("--epochs", "100")
+    (checkpoint / "state.json").write_text("{")
+    assert resumed_request(request, Path("train.py"), LINE).own == ("--help",)
 
 
 @pytest.mark.parametrize(
@@ -111,11 +128,11 @@ def test_a_resume_keeps_the_arguments_of_the_script(runs: Path) -> None:
 def test_a_damaged_record_has_no_arguments(runs: Path, content: str) -> None:
     Path("mine").mkdir()
     Path("mine", "environment.json").write_text(content)
-    assert resumed_request(RunRequest(run_dir=Path("mine"), resume=True), "train", LINE).own == ()
+    assert resumed_request(RunRequest(run_dir=Path("mine"), resume=True), Path("train.py"), LINE).own == ()
 
 
 def test_secret_arguments_are_given_again(runs: Path) -> None:
     write_start(Path("mine"), Path("train.py"), "--token", "***")
     with pytest.raises(SettingsError, match="are not stored") as caught:
-        resumed_request(RunRequest(run_dir=Path("mine"), resume=True), "train", LINE)
+        resumed_request(RunRequest(run_dir=Path("mine"), resume=True), Path("train.py"), LINE)
     assert caught.value.problems[0].remedy == "python train.py -- --token '***' (with the secret)"

@@ -108,6 +108,27 @@ def test_a_resume_keeps_the_arguments_of_the_script(command: Command) -> None:
     assert (whole.status, again.status) == (0, 0), again.err
     assert "continuing after step 8\narguments of the script: --length 100\n" in again.out
     assert result(command, "out")["weights_sha256"] == result(command, "whole")["weights_sha256"]
+    refused = command.run(*run, "--set", "steps=32", "--resume", "--", "--lenght=50")
+    assert refused.status == 2, "argparse knows no --lenght"
     changed = command.run(*run, "--set", "steps=32", "--resume", "--", "--length=50")
     assert "schedule.T_max changes from 100 to 50: other results from step 24 on\n" in changed.out
     assert result(command, "out")["promise"] == "exact until step 24"
+    kept = command.run(*run, "--set", "steps=40", "--resume")
+    assert "arguments of the script: --length=50\n" in kept.out, "those of the newest checkpoint"
+
+
+@pytest.mark.ci
+def test_other_arguments_of_the_script_end_the_promise(command: Command) -> None:
+    """An argument may change the loss or the data, which nothing else in a checkpoint shows."""
+    scale = "parser.add_argument('--scale', type=float, default=1.0)\n    run.print(parser.parse_args().scale)"
+    command.script(WITH_ARGUMENTS.replace("length = parser.parse_args().length", f"length = 40\n    {scale}"))
+    run = ["run", "script.py", "--run-dir", "out"]
+    command.run(*run, "--set", "steps=8", "--", "--scale", "3")
+    same = command.run(*run, "--set", "steps=12", "--resume", "--", "--scale", "3")
+    assert "script arguments" not in same.out
+    assert result(command, "out")["promise"] == "exact"
+    none = command.run(*run, "--set", "steps=16", "--resume", "--")
+    line = "script arguments change from --scale 3 to none: results may differ from step 12 on\n"
+    assert line in none.out, none.out + none.err
+    assert result(command, "out")["promise"] == "exact until step 12"
+    assert "script arguments from --scale 3 to none" in result(command, "out")["reason"]

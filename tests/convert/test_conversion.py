@@ -127,6 +127,22 @@ def test_a_schedule_follows_the_number_of_epochs(loop: str) -> None:
     assert "args = SimpleNamespace(epochs=epochs)" in found
 
 
+def test_a_name_of_another_scope_is_not_the_number_of_epochs() -> None:
+    """A parameter and its default, a global statement, a function and a lambda with a variable of the same name."""
+    before = """    epochs = 3
+    def halved(epochs, other=2):
+        return epochs // 2
+    scaled = lambda epochs: epochs * 2
+    torch.manual_seed(3)"""
+    source = script(("    torch.manual_seed(3)", before), ("range(3)", "range(epochs)"))
+    found = lines(source)
+    assert {"def halved(epochs, other=2):", "return epochs // 2", "scaled = lambda epochs: epochs * 2"} <= {*found}
+    found = lines(source.replace("def main():", "epochs = 3\ndef main(epochs=epochs):").replace("    epochs = 3\n", ""))
+    assert not any("=run.settings.epochs" in line for line in found)
+    found = lines(source.replace("    epochs = 3\n", "    global epochs\n    epochs = 3\n"))
+    assert "global epochs" in found
+
+
 def test_code_before_the_batches_runs_at_the_first_step_of_an_epoch() -> None:
     source = script(
         ("        for x, y", "        model.train()\n        total = 0.0\n        print(epoch)\n        for i, (x, y)"),
@@ -327,9 +343,10 @@ def test_a_number_of_processes_that_spawn_passes(given: str) -> None:
     assert "batch: int = 32" in found
 
 
-def test_variables_of_the_script_stay() -> None:
-    update = "    os.environ.update(MASTER_PORT='1', MY_DATA='x')\n    torch.manual_seed(3)"
-    assert "os.environ.update(MASTER_PORT='1', MY_DATA='x')" in lines(script(("    torch.manual_seed(3)", update)))
+@pytest.mark.parametrize("given", ["MASTER_PORT='1', MY_DATA='x'", "{**os.environ, 'MASTER_PORT': '1'}"])
+def test_variables_of_the_script_stay(given: str) -> None:
+    update = f"    os.environ.update({given})\n    torch.manual_seed(3)"
+    assert f"os.environ.update({given})" in lines(script(("    torch.manual_seed(3)", update)))
 
 
 def test_a_function_for_one_epoch_becomes_part_of_the_loop() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
-from unisono.cli.start.start_message import about_cores, about_small_shares
+from unisono.cli.start.start_message import ProcessPlace, about_cores, about_small_shares
 
 
 @pytest.mark.parametrize(
@@ -26,14 +28,21 @@ def test_a_small_share_per_virtual_rank_is_reported_with_the_setting(
     assert bool(line) is bool(ending)
 
 
+def places(processes: int, cores: Collection[int], host: str = "a", quota: float | None = None) -> list[ProcessPlace]:
+    return [ProcessPlace("cpu", host, [*cores], quota) for _ in range(processes)]
+
+
 @pytest.mark.parametrize(
-    ("processes", "threads", "cores", "line"),
+    ("found", "threads", "line"),
     [
-        (2, 1, 2, ""),
-        (1, 2, 2, ""),
-        (4, 1, 2, "4 processes with 1 thread each on 2 cores of this host: more threads than cores add no speed"),
-        (1, 2, 1, "1 process with 2 threads each on 1 core of this host: more threads than cores add no speed"),
+        (places(2, {0, 1}), 1, ""),
+        (places(1, {0, 1}), 2, ""),
+        (places(4, {0, 1}), 1, "4 processes with 1 thread each on 2 cores of a"),
+        (places(1, {3}), 2, "1 process with 2 threads each on 1 core of a"),
+        (places(1, {0}) + places(1, {1}), 1, ""),  # mpirun binds each process to a core of its own
+        (places(2, range(64), quota=1.5), 1, "2 processes with 1 thread each on 1.5 cores of a"),
+        (places(2, {0, 1}) + places(4, {0, 1}, "b"), 1, "4 processes with 1 thread each on 2 cores of b"),
     ],
 )
-def test_more_threads_than_cores_are_reported(processes: int, threads: int, cores: int, line: str) -> None:
-    assert about_cores(processes, threads, cores) == line
+def test_more_threads_than_cores_are_reported(found: list[ProcessPlace], threads: int, line: str) -> None:
+    assert about_cores(found, threads) == (line and f"{line}: more threads than cores add no speed")

@@ -9,7 +9,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from cyclopts import App, Group, Parameter
@@ -318,7 +317,7 @@ def _execute(words: Sequence[str]) -> int:
     flags, own = split(words)
     command, bound = parsed(build_app(flags), ["unisono"], flags, lambda: _names_for_target(flags))
     if command in (run, slurm, kubernetes, ray, check, prove, audit, doctor, speedup, scale, plan, tune, convert):
-        bound.arguments["request"] = replace(bound.arguments.get("request", RunRequest()), own=tuple(own))
+        bound.arguments["request"] = bound.arguments.get("request", RunRequest()).with_own(words, own)
     elif own:
         facts = (
             "Only `unisono run`, `slurm`, `kubernetes`, `ray`, `speedup`, `scale`, `plan`, `tune`, `convert`, `check`, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,12 +297,26 @@ def _with_epochs(module: Any, name: str) -> Any:
     """Return the module in which the code around the loop reads the number of epochs from the settings."""
     hosts = [each for each in walk(module) if isinstance(each, cst.FunctionDef) and _has_loop(each)]
     around = hosts[-1:] or [each for each in module.body if not isinstance(each, _DEFINITIONS)]
-    stored = {part for each in walk(module) for part in _targets(each)}
+    stored = [part for each in walk(module) for part in _targets(each)]
     if not name or any(isinstance(each, cst.AugAssign) and dotted(each.target) == name for each in walk(module)):
         return module
     for each in around:
-        module = replace_node(module, each, replace_chains(each, {name: "run.settings.epochs"}, kept=stored))
+        kept = {*stored, *_other_scopes(each, name)}
+        module = replace_node(module, each, replace_chains(each, {name: "run.settings.epochs"}, kept=kept))
     return module
+
+
+def _other_scopes(host: Any, name: str) -> Iterator[Any]:
+    """Yield the nodes of a statement or function in which a name is another variable, or is declared."""
+    if isinstance(host, cst.FunctionDef):
+        yield from walk(host.params)  # their defaults are values of the scope around it
+    for each in walk(host):
+        if isinstance(each, cst.NameItem):  # global, nonlocal
+            yield each.name
+        elif each is not host and isinstance(each, cst.FunctionDef | cst.Lambda):
+            defined = [dotted(part) for inner in walk(each) for part in _targets(inner)]
+            if name in defined:
+                yield from walk(each)
 
 
 def _targets(node: Any) -> list[Any]:

@@ -350,7 +350,8 @@ def _stored(module: Any) -> Iterator[Any]:
 
 def _names_processes(arg: Any) -> bool:
     """Return whether an argument of os.environ.update only sets variables of processes."""
-    given = [text(each.key) for each in arg.value.elements] if isinstance(arg.value, cst.Dict) else []
+    items = arg.value.elements if isinstance(arg.value, cst.Dict) else ()
+    given = [text(each.key) if isinstance(each, cst.DictElement) else "**" for each in items]
     found = [arg.keyword.value] if arg.keyword is not None else given
     return bool(found) and all(VARIABLES.search(name) for name in found)
 

@@ -137,8 +137,7 @@ class Progress:
         if extra:
             self._logged.update({name: (value, step) for name, value in extra.items() if name != "loss"})
         if now >= self._draw_at or step == self.total_steps:
-            self._draw_at = now + next(self._pauses)
-            self._draw()
+            self._draw_at = now + (next(self._pauses) if self._draw() else LIVE_SECONDS)
 
     def note(self, text: str) -> None:
         """Print text on lines of its own, above the live line."""
@@ -162,15 +161,17 @@ class Progress:
         self._shown = ""
         self._last = None
 
-    def _draw(self) -> None:
+    def _draw(self) -> bool:
+        """Draw the line, and return whether that was possible."""
         if self._unfinished:
-            return
+            return False
         line = self._line()
         if self._live:
             self._shown = line
             self._write(self._redrawn())
         else:
             self._write(line + "\n")
+        return True
 
     def _cleared(self) -> str:
         return CLEAR if self._shown else ""

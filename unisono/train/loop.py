@@ -26,6 +26,9 @@ from unisono.train.state.save_state import finish_saving, save_checkpoint
 from unisono.train.step import Step, StepParts
 from unisono.train.step_state import StepState
 
+NOTED_CHANGES = 3
+"""Differences from the checkpoint that are printed. A model that trains other layers has one for each parameter."""
+
 
 class SyncPoint(NamedTuple):
     """A moment at which all processes have completed the same steps.
@@ -123,11 +126,12 @@ class SyncLoop:
     def begin(self, context: RunContext, parts: StepParts) -> None:
         """Begin the loop, after all objects that the script tracks are known and loaded."""
         progress = context.progress
-        for name, before, now in context.state.begin():
-            progress.changes.append({"step": progress.steps_done, "field": name, "from": before, "to": now})
-            context.monitor.note(
-                f"{name} changes from {before} to {now}: other results from step {progress.steps_done} on"
-            )
+        done, changes = progress.steps_done, context.state.begin()
+        progress.changes += [{"step": done, "field": name, "from": before, "to": now} for name, before, now in changes]
+        for name, before, now in changes[:NOTED_CHANGES] if done < progress.last else ():
+            context.monitor.note(f"{name} changes from {before} to {now}: other results from step {done} on")
+        if len(changes) > NOTED_CHANGES and done < progress.last:
+            context.monitor.note(f"{len(changes) - NOTED_CHANGES} more changes are in result.json.")
         for name, before, now in context.state.options.changed:
             context.monitor.note(f"{name} changes from {before} to {now}, with the settings")
         seen = parts.checks.order.samples(progress.steps_done)

@@ -118,7 +118,7 @@ def ray(
     if (world := World.current()).foreign and world.size > 1:
         fact = f"{world.launcher} has started this process as one of {world.size}, and Ray starts all of them."
         raise SettingsError(f"unisono ray cannot be combined with {world.launcher}.", fact, f"{typed}, once")
-    request = resumed_request(request, Path(target).stem, typed, restarts=0)
+    request = resumed_request(request, Path(target), typed, restarts=0)
     line = request.line("unisono", "ray", target, *flags)
     sizes = numbers(ranks, 0, line)._replace(devices=DeviceAssignment(sees_only_own=True))
     if problems := cluster.problems(line):

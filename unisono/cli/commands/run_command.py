@@ -81,7 +81,7 @@ def run(
         return _run_here(world, target, ranks, flags, request)
     flags += ["--no-dry-run"] if no_dry_run else []
     typed = request.line("unisono", "run", target, *flags)
-    request = resumed_request(request, Path(target).stem, typed, restarts=world.restarts)
+    request = resumed_request(request, Path(target), typed, restarts=world.restarts)
     line = request.line("unisono", "run", target, *flags)
     sizes = numbers(ranks, cpu_ranks, line)
     if ranks_per_device < 1:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from unisono.checkpoint import manifest
+from unisono.checkpoint.contents import STATE
 from unisono.config import CommandLine
 from unisono.errors import Problem, SettingsError
 from unisono.json_forms import is_text, parse
@@ -38,6 +39,8 @@ FURTHER = (
 CHECKPOINTS_IN_RUN_DIR = "checkpoint.dir=none"
 """A setting for trials and repeated runs. Otherwise they would save among the checkpoints of the script's own runs, and
 `checkpoint.keep` would remove those."""
+ARGUMENTS = "script arguments"
+"""The field of a run's identity with the script's own arguments, secrets masked."""
 LOCK = ".lock"
 """The process that writes to the directory holds a lock on this file, which contains its process id and host."""
 
@@ -142,8 +145,16 @@ def script_in(path: Path) -> Path | None:
 
 
 def arguments_in(path: Path) -> tuple[str, ...]:
-    """Return the arguments of the script of a run, secrets masked; () if its environment.json cannot be read."""
+    """Return the arguments of the script of a run, secrets masked; () if they are unknown.
+
+    They are those of the newest checkpoint. If none is on a disk of this host, they are those of the newest start, at
+    which the script may have refused them.
+    """
     found = _recorded(path, "arguments")
+    for _, checkpoint in manifest.checkpoints(path)[:1]:
+        with suppress(OSError):
+            identity = (parse((checkpoint / STATE).read_bytes()) or {}).get("identity")
+            found = identity.get(ARGUMENTS, found) if isinstance(identity, dict) else found
     return tuple(found) if isinstance(found, list) and all(map(is_text, found)) else ()
 
 

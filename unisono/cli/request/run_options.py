@@ -59,6 +59,7 @@ class RunRequest:
     describe: Annotated[Path | None, Parameter(show=False)] = None  # the file for a report on the script's settings
     typed: Annotated[str, Parameter(show=False)] = ""  # the command as the user typed it, for messages
     own: Annotated[tuple[str, ...], Parameter(parse=False)] = ()  # the script's own arguments, after `--`
+    no_arguments: Annotated[bool, Parameter(parse=False)] = False  # nothing after `--`: a resume keeps no arguments
 
     def arguments(self, run_dir: Path | None) -> list[str]:
         """Return these flags as a script's arguments, with this run directory."""
@@ -73,7 +74,7 @@ class RunRequest:
         flags += [f"--describe={self.describe}"] if self.describe is not None else []
         flags += [f"--typed={self.typed}"] if self.typed else []
         flags += [f"--run-dir={run_dir}"] if run_dir is not None else []
-        return [*flags, *(["--", *self.own] if self.own else [])]
+        return [*flags, *self._after_flags()]
 
     def line(self, *command: str) -> CommandLine:
         """Return these flags after a command, for messages that propose a changed command."""
@@ -84,7 +85,14 @@ class RunRequest:
         words += ["--autoresume"] if self.autoresume else []
         words += [word for each in self.accept_change for word in ("--accept-change", each)]
         words += ["--json"] if self.json else []
-        return CommandLine((*command, *words, *(("--", *self.own) if self.own else ())))
+        return CommandLine((*command, *words, *self._after_flags()))
+
+    def _after_flags(self) -> list[str]:
+        return ["--", *self.own] if self.own or self.no_arguments else []
+
+    def with_own(self, words: Sequence[str], own: Sequence[str]) -> RunRequest:
+        """Return the request with the script's own arguments, those after `--` among all words."""
+        return replace(self, own=tuple(own), no_arguments="--" in words and not own)
 
     def plan_line(self, target: str, ranks: int, memory: float) -> CommandLine:
         """Return the command that plans a run within some bytes of memory of a process, for messages."""
@@ -162,7 +170,7 @@ class RunRequest:
             raise SystemExit(0)  # the help was printed
         if result.describe is not None:
             result.describe.write_text(json_.dumps(description_of(settings)), encoding="utf-8")
-        return replace(result, own=tuple(own))
+        return result.with_own(argv, own)
 
 
 def _itself(*, request: RunRequest = RunRequest()) -> RunRequest:

@@ -22,51 +22,51 @@ from unisono.errors import SettingsError
 from unisono.security.masking import is_masked
 
 
-def resumed_request(request: RunRequest, stem: str, line: CommandLine, *, restarts: int = 0) -> RunRequest:
+def resumed_request(request: RunRequest, script: Path, line: CommandLine, *, restarts: int = 0) -> RunRequest:
     """Return the request, with --resume if there is a run to resume, and with the script's arguments of that run.
 
     Args:
         request: the flags of the run.
-        stem: the name of the recipe or script.
+        script: the script, or the name of the recipe.
         line: the typed command, for messages.
         restarts: the number of restarts that the job manager has counted.
 
     Raises:
         SettingsError: for --autoresume without --run-dir; or the run does not store the arguments of its script.
     """
-    path = request.run_dir
+    path, stem = request.run_dir, script.stem
     if request.autoresume and path is None:
         facts = "The default run directory has the time of its start in its name, so a restart would not find it."
         raise SettingsError("--autoresume needs --run-dir.", facts, str(line.flag("--run-dir", f"runs/{stem}")))
     plain = replace(request, autoresume=False)
     if request.resume:
-        return with_arguments(plain, request.run_dir or newest_run(stem), stem, line)
+        return with_arguments(plain, request.run_dir or newest_run(stem), script, line)
     if not (request.autoresume or restarts):
         return plain
     if path is None:
         path = newest_run(stem) if environment.job() is None else _of_this_job(plain, stem)
     if path is None or not path.is_dir():
         return replace(plain, accept_change=()) if request.autoresume else plain  # there is no run yet to differ from
-    return with_arguments(replace(plain, run_dir=path, resume=True), path, stem, line)
+    return with_arguments(replace(plain, run_dir=path, resume=True), path, script, line)
 
 
-def with_arguments(request: RunRequest, run_dir: Path | None, stem: str, line: CommandLine) -> RunRequest:
+def with_arguments(request: RunRequest, run_dir: Path | None, script: Path, line: CommandLine) -> RunRequest:
     """Return the request with the arguments that the script had in the run to resume, if it names no others.
 
     Args:
         request: the flags of the run.
         run_dir: the run to resume; None if there is none.
-        stem: the name of the recipe or script.
+        script: the script, or the name of the recipe.
         line: the typed command, for messages.
 
     Raises:
         SettingsError: they contain a secret, which the run does not store.
     """
-    if request.own or run_dir is None:
+    if request.own or request.no_arguments or run_dir is None:
         return request
-    script, own = script_in(run_dir), arguments_in(run_dir)
-    if script is not None and script.stem != stem and script.is_file():  # another script; a renamed one is gone
-        return request
+    before, own = script_in(run_dir), arguments_in(run_dir)
+    if before is not None and before.stem not in (script.stem, script.resolve().stem) and before.is_file():
+        return request  # another script; a renamed one is gone
     if is_masked(own):
         raise arguments_not_stored(run_dir, f"{line} -- {shlex.join(own)} (with the secret)")
     return replace(request, own=own)

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from unisono import __version__
+from unisono.cli.request.run_dir import ARGUMENTS
 from unisono.cli.request.run_options import RunRequest
 from unisono.config import Settings, plural
 from unisono.config.wording import wrapped
+from unisono.distributed.init import device_kind
 from unisono.distributed.rendezvous.interfaces import describe_network
+from unisono.machine.control_group import ControlGroup
 from unisono.machine.host_load import usable_cores
+from unisono.machine.kernel_files import KernelFiles
 from unisono.monitor import console
 from unisono.security.masking import mask_words
 from unisono.train.recovery.survival import about_shards, may_survive
 
 if TYPE_CHECKING:
     from unisono.checkpoint.load import Checkpoint
+    from unisono.distributed.process_group import ProcessGroup
     from unisono.train.context import RunContext
 
 
 def print_start(
-    context: RunContext, request: RunRequest, resumed: Checkpoint | None, kinds: Sequence[str], *, fewer: bool
+    context: RunContext,
+    request: RunRequest,
+    resumed: Checkpoint | None,
+    places: Sequence[ProcessPlace],
+    *,
+    fewer: bool,
 ) -> None:
     """Print the lines on rank 0.
 
@@ -30,7 +41,7 @@ def print_start(
         context: the context of the run.
         request: its flags.
         resumed: the checkpoint that it continues from.
-        kinds: the device type of each process.
+        places: where each process computes.
         fewer: whether the number of virtual ranks is the default, or less for a small batch.
     """
     s = context.settings
@@ -40,6 +51,7 @@ def print_start(
 
     share = -(-s.batch // s.virtual_ranks)
     micro = min(share, s.micro_batch or share)
+    kinds = [place.kind for place in places]
     first, *others = [(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds)]
     processes = ", ".join(
         [f"{plural(first[1], 'process', 'processes')} on {first[0]}", *(f"{n} on {on}" for on, n in others)]
@@ -50,7 +62,7 @@ def print_start(
     more = "" if s.threads > 1 or context.device.type != "cpu" else " (--set threads=N: other bits, more cores)"
     span = f"1 to {s.virtual_ranks} processes" if s.virtual_ranks > 1 else "1 process"
     say(f"unisono {__version__}: {processes}, {threads}{more}")
-    if set(kinds) == {"cpu"} and (crowding := about_cores(context.world.local_size, s.threads, len(usable_cores()))):
+    if set(kinds) == {"cpu"} and (crowding := about_cores(places, s.threads)):
         say(crowding)
     if network := describe_network(context.world):
         say(network)
@@ -70,16 +82,49 @@ def print_start(
     console.print_line(  # not wrapped, because a path is copied
         f"run directory: {request.run_dir}" + (f", continuing after step {resumed.steps}" if resumed else "")
     )
-    if resumed is not None and request.own:
+    if request.resume and request.own:
         console.print_line(f"arguments of the script: {shlex.join(mask_words(request.own))}")
+    for change in context.progress.changes:
+        if resumed is not None and change["field"] == ARGUMENTS and change["step"] == resumed.steps:
+            console.print_line(f"{ARGUMENTS} change from {change['from']} to {change['to']}: {_from_step(resumed)}")
 
 
-def about_cores(processes: int, threads: int, cores: int) -> str:
-    """Return a note if the processes of a host have more threads than cores; "" if they do not."""
-    if processes * threads <= cores:
-        return ""
-    shared = f"{plural(processes, 'process', 'processes')} with {plural(threads, 'thread')} each"
-    return f"{shared} on {plural(cores, 'core')} of this host: more threads than cores add no speed"
+class ProcessPlace(NamedTuple):
+    """Where a process computes.
+
+    Attributes:
+        kind: Its device type.
+        host: Its host.
+        cores: The numbers of the cores that it may use.
+        quota: The number of cores that the quota of its container amounts to; None: no quota.
+    """
+
+    kind: str
+    host: str
+    cores: Sequence[int]
+    quota: float | None
+
+    @classmethod
+    def of_all(cls, group: ProcessGroup, host: str) -> list[ProcessPlace]:
+        """Return the places of all processes. Each passes the name of its host."""
+        quota = ControlGroup(KernelFiles()).cpus
+        mine = cls(device_kind(group.device), host, sorted(usable_cores()), quota)
+        return [cls(*place) for place in group.all_gather_object(mine)]
+
+
+def about_cores(places: Sequence[ProcessPlace], threads: int) -> str:
+    """Return a note on the first host whose processes have more threads than cores; "" if there is none."""
+    for host in dict.fromkeys(place.host for place in places):
+        here = [place for place in places if place.host == host]
+        cores = min(len({core for place in here for core in place.cores}), here[0].quota or inf)
+        if len(here) * threads > cores:
+            shared = f"{plural(len(here), 'process', 'processes')} with {plural(threads, 'thread')} each"
+            return f"{shared} on {cores:g} core{'s' * (cores != 1)} of {host}: more threads than cores add no speed"
+    return ""
+
+
+def _from_step(resumed: Checkpoint) -> str:
+    return f"results may differ from step {resumed.steps} on"
 
 
 SMALL_SHARE = 2

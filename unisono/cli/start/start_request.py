@@ -16,6 +16,7 @@ from unisono.checkpoint.load import Accept, Checkpoint, metadata_of, newest, onl
 from unisono.checkpoint.signature import key_problems, trusted_keys
 from unisono.checkpoint.storage import prepare_storage
 from unisono.cli.request.run_dir import (
+    ARGUMENTS,
     choose_run_dir,
     free_name,
     is_ours,
@@ -56,10 +57,10 @@ S = TypeVar("S", bound=Settings)
 KNOWN_LATER = ("length", "kernels", "ties", "own exchange")
 """Fields of a run's identity that depend on its data, model and script. The run compares them itself."""
 
-NEVER_ACCEPTED = ("layout", "ties")
+NEVER_ACCEPTED = ("layout", "ties", ARGUMENTS)
 """Fields whose changes need no --accept-change; result.json lists them."""
 
-COMPARED_LATER = (*KNOWN_LATER, "layout", RUN)
+COMPARED_LATER = (*KNOWN_LATER, "layout", ARGUMENTS, RUN)
 """Fields that are compared elsewhere."""
 
 
@@ -262,13 +263,19 @@ class StartRequest:
 def accepted_changes(resumed: Checkpoint | None, identity: dict[str, Any], request: RunRequest) -> list[dict[str, Any]]:
     """Return the changes that this resume accepts, for result.json.
 
-    A change of the layout need not be accepted, because results agree to rounding, but it is listed.
+    A change of the layout need not be accepted, because results agree to rounding. Nor need one of the script's
+    arguments, because many of them (a path, a name) change no result. Both are listed.
     """
     if resumed is None:
         return []
     before = resumed.about["identity"]
     return [
-        {"step": resumed.steps, "field": name, "from": before.get(name), "to": identity.get(name)}
-        for name in (*request.accept_change, "layout")
+        {"step": resumed.steps, "field": name, "from": _shown(before.get(name)), "to": _shown(identity.get(name))}
+        for name in (*request.accept_change, "layout", ARGUMENTS)
         if name not in (*KNOWN_LATER, RUN) and before.get(name) != identity.get(name)
     ]
+
+
+def _shown(value: Any) -> Any:
+    """Return a value of an identity for result.json: a list of arguments as it is typed."""
+    return shlex.join(value) or "none" if isinstance(value, list) else value

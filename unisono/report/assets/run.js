@@ -11,12 +11,12 @@ function growing(times) {
   return times.map((t) => (latest = Math.max(t ?? 0, latest)));
 }
 
-/* Whether some of a curve's band is wide enough to be seen. */
+/* Whether some of a curve's band is wide enough to be seen, on a linear or a logarithmic axis. */
 function hasBand({ low, high }) {
   if (!low) return false;
   const known = low.map((_, i) => i).filter((i) => low[i] != null && high[i] != null);
   const whole = Math.max(...known.map((i) => high[i])) - Math.min(...known.map((i) => low[i]));
-  return known.some((i) => high[i] - low[i] > 0.03 * whole);
+  return known.some((i) => high[i] - low[i] > 0.03 * whole || (low[i] > 0 && high[i] > 1.5 * low[i]));
 }
 
 /* The median of the values that are known. */

@@ -118,9 +118,10 @@ class Rebalancer(Extension):
         self.source.schedule.change(first, spans)
         self.made.append((first, counts))
         if len(self.made) <= NOTED_CHANGES:
-            last = " (the report has later changes)" if len(self.made) == NOTED_CHANGES else ""
             share = ", ".join(map(str, counts))
-            self.note(f"from step {first} on the processes compute {share} virtual ranks, by speed{last}")
+            self.note(f"from step {first} on the processes compute {share} virtual ranks, by speed")
+        if len(self.made) == NOTED_CHANGES:
+            self.note("Later changes by speed are only in the report.")
         slow = self.balancer.slow
         if slow and slow != self._announced and not self.servers:
             self.note(_about_slow_ranks(slow, self.balancer.typical))
