@@ -91,7 +91,12 @@ class RunRequest:
         return ["--", *self.own] if self.own or self.no_arguments else []
 
     def with_own(self, words: Sequence[str], own: Sequence[str]) -> RunRequest:
-        """Return the request with the script's own arguments, those after `--` among all words."""
+        """Return the request with the script's own arguments.
+
+        Args:
+            words: all words of the command line.
+            own: the words after the first `--`.
+        """
         return replace(self, own=tuple(own), no_arguments="--" in words and not own)
 
     def plan_line(self, target: str, ranks: int, memory: float) -> CommandLine:

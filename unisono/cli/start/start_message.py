@@ -86,7 +86,8 @@ def print_start(
         console.print_line(f"arguments of the script: {shlex.join(mask_words(request.own))}")
     for change in context.progress.changes:
         if resumed is not None and change["field"] == ARGUMENTS and change["step"] == resumed.steps:
-            console.print_line(f"{ARGUMENTS} change from {change['from']} to {change['to']}: {_from_step(resumed)}")
+            what = f"{ARGUMENTS} change from {change['from']} to {change['to']}"
+            console.print_line(f"{what}: results may differ from step {resumed.steps} on")
 
 
 class ProcessPlace(NamedTuple):
@@ -106,7 +107,7 @@ class ProcessPlace(NamedTuple):
 
     @classmethod
     def of_all(cls, group: ProcessGroup, host: str) -> list[ProcessPlace]:
-        """Return the places of all processes. Each passes the name of its host."""
+        """Gather the places of all processes. A collective; `host` is the name of this process's host."""
         quota = ControlGroup(KernelFiles()).cpus
         mine = cls(device_kind(group.device), host, sorted(usable_cores()), quota)
         return [cls(*place) for place in group.all_gather_object(mine)]
@@ -121,10 +122,6 @@ def about_cores(places: Sequence[ProcessPlace], threads: int) -> str:
             shared = f"{plural(len(here), 'process', 'processes')} with {plural(threads, 'thread')} each"
             return f"{shared} on {cores:g} core{'s' * (cores != 1)} of {host}: more threads than cores add no speed"
     return ""
-
-
-def _from_step(resumed: Checkpoint) -> str:
-    return f"results may differ from step {resumed.steps} on"
 
 
 SMALL_SHARE = 2

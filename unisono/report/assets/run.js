@@ -157,7 +157,7 @@ class RunPage {
     const isWhole = sum(Object.values(seconds)) > 0;
     return [phaseSummary(isWhole ? seconds : all, isWhole ? 0 : sum(run.table.map((row) => row.steps))),
       el("p", { class: "note" }, isWhole ? "All time of the loop of the main process, with its first steps and what followed the last one." : "Mean of all ranks.",
-        run.findings?.length > 0 && " Findings leave out the first steps, and are of the median or of the fastest rank.")];
+        run.findings?.length > 0 && " Findings leave out the first steps and use the median or the fastest rank, so their figures differ.")];
   }
 
   machines(run) {
